@@ -1,0 +1,1 @@
+"""Hydra groups: what to run. Data only; `train.config.compose` reads it."""
