@@ -1,0 +1,59 @@
+"""Fixtures for all tests: pools of ranks, run folders, and the reason why a GPU test is skipped.
+
+`tests/support` holds plain helper modules, importable from every test by their bare name (`from ranks import RankError`).
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "support"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from ranks import RankPools
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPools]:
+    """`ranks(n)` is a long-lived pool of n gloo ranks; see tests/support/ranks.py."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run's directory, not made yet, in a folder of this test's own."""
+    return tmp_path / "runs" / "test"
+
+
+def _why_no_cuda() -> str | None:
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    built = (
+        f"torch {torch.__version__} built for CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"torch {torch.__version__} is a CPU build"
+    )
+    return f"needs a CUDA device: {built} and finds none"
+
+
+@pytest.fixture
+def requires_cuda() -> None:
+    """Skip, with the reason, where there is no CUDA device."""
+    reason = _why_no_cuda()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device."""
+    if item.get_closest_marker("gpu") is not None:
+        reason = _why_no_cuda()
+        if reason is not None:
+            pytest.skip(reason)

@@ -1,0 +1,151 @@
+"""One rank of a pool: `python rank_worker.py <connection fd> <rank> <world> <store file>`; started by `ranks.RankPool` only.
+
+Joins a gloo process group of the pool's size once, then runs the functions it is sent, one after another. A function is
+picked by the file that defines it and its name, because test modules have no package that could be imported.
+
+Messages from the pool: (module, file, name) followed by the pickled arguments. Answer: (ok, value or traceback), pickled.
+"""
+
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_cleanups: list[Callable[[], None]] = []
+
+
+def at_job_end(cleanup: Callable[[], None]) -> None:
+    """Have `cleanup` called after every later job of this worker (call it inside a job; the same function counts once)."""
+    if cleanup not in _cleanups:
+        _cleanups.append(cleanup)
+
+
+def load_function(module: str, file: str, name: str) -> Callable[..., Any]:
+    """The top-level function `name` of `file`, loaded once under the name `module` so that its classes pickle both ways."""
+    loaded = sys.modules.get(module)
+    if loaded is None or not _same_file(loaded, file):
+        if Path(file).is_relative_to(_REPOSITORY / "tests"):
+            spec = importlib.util.spec_from_file_location(module, file)
+            assert spec is not None and spec.loader is not None
+            loaded = importlib.util.module_from_spec(spec)
+            sys.modules[module] = loaded
+            try:
+                spec.loader.exec_module(loaded)
+            except BaseException:
+                del sys.modules[module]
+                raise
+        else:
+            loaded = importlib.import_module(module)
+    function: Callable[..., Any] = getattr(loaded, name)
+    return function
+
+
+def _same_file(module: Any, file: str) -> bool:
+    return getattr(module, "__file__", None) is not None and os.path.realpath(module.__file__) == os.path.realpath(file)
+
+
+def reset() -> None:
+    """Leave nothing of one job to the next: groups, core's globals, random state, autograd mode, garbage."""
+    import torch
+    import torch.distributed as dist
+
+    for cleanup in _cleanups:
+        cleanup()
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is not None:
+        state.destroy_model_parallel()
+        scaler = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+        if scaler is not None:
+            scaler.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        tracker = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+        if tracker is not None:
+            tracker.destroy_moe_metrics_tracker()
+    # Core forgets its groups without closing them; each one keeps threads and sockets until it is destroyed.
+    world = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)
+    gc.collect()
+    seed_all()
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+
+
+def seed_all() -> None:
+    """The state of every generator at the start of a job."""
+    import numpy
+    import torch
+
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _end_with_parent(parent: int) -> None:
+    # A pool whose pytest was killed must not leave ranks that wait for each other.
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main() -> None:
+    """Serve jobs until the pool closes the connection."""
+    descriptor, rank, world, store = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    connection = Connection(descriptor)
+    # This file runs as __main__; a job that imports `rank_worker` must find the same list of clean-ups.
+    sys.modules["rank_worker"] = sys.modules["__main__"]
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=600))
+    dist.barrier()
+    connection.send_bytes(pickle.dumps((True, "ready")))
+    while True:
+        try:
+            module, file, name = pickle.loads(connection.recv_bytes())
+            payload = connection.recv_bytes()
+        except EOFError:
+            break
+        connection.send_bytes(_run(module, file, name, payload))
+    # Leaving without destroying the group: ranks that still close sockets to each other may take seconds.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _run(module: str, file: str, name: str, payload: bytes) -> bytes:
+    seed_all()
+    try:
+        function = load_function(module, file, name)
+        result = function(*pickle.loads(payload))
+        answer = pickle.dumps((True, result))
+        del result
+    except BaseException:  # SystemExit and pytest's outcomes too: the answer must come
+        answer = pickle.dumps((False, traceback.format_exc()))
+    try:
+        reset()
+    except Exception:
+        answer = pickle.dumps((False, "in the clean-up after the job\n" + traceback.format_exc()))
+    return answer
+
+
+if __name__ == "__main__":
+    main()
