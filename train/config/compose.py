@@ -114,12 +114,16 @@ def _validate_override(override: Override, loader: ConfigLoader, overrides: Sequ
     if override.is_delete():
         remedy = f"set {key} to another option or value" if key in (*known_keys(), *sections()) else "leave it out"
         raise ConfigError(f"~{key}", value, "keys and groups cannot be deleted", remedy)
-    if key.startswith("hydra.") or key.startswith("hydra/"):
+    if key.startswith(("hydra.", "hydra/")):
         if not sweep and key != "hydra.searchpath":
             raise ConfigError(key, value, "hydra's own settings are for sweeps", "use it with -m, or leave it out")
+        if key == "hydra.searchpath":
+            _validate_search_path(override)
         return
     if override.is_sweep_override() and not sweep:
-        raise ConfigError(key, value, "several values are a sweep", f"sweep with `leantron pretrain -m ...`, or write a list as {key}=[...]")
+        raise ConfigError(
+            key, value, "several values are a sweep", f"sweep with `leantron pretrain -m ...`, or write a list as {key}=[...]"
+        )
     if override.package is not None:
         raise ConfigError(f"{key}@{override.package}", value, "groups have fixed places in the configuration", f"write {key}=<option>")
     groups = loader.list_groups("")
@@ -132,6 +136,16 @@ def _validate_override(override: Override, loader: ConfigLoader, overrides: Sequ
         _validate_nested(key, override.value())
     if key in groups and not override.is_sweep_override():
         _validate_option(key, override, loader, overrides)
+
+
+def _validate_search_path(override: Override) -> None:
+    value = override.value()
+    for entry in value if isinstance(value, list) else [value]:
+        text = entry.text if isinstance(entry, QuotedString) else str(entry)
+        if not text.startswith("pkg://") and not Path(text.removeprefix("file://")).is_dir():
+            raise ConfigError(
+                override.key_or_group, text, "is not a folder", "give a folder that holds groups, as hydra.searchpath=[folder]"
+            )
 
 
 def _validate_nested(prefix: str, values: Any) -> None:

@@ -17,7 +17,7 @@ _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -120,7 +120,9 @@ def _type_remedy(hint: Any, value: Any, key: str) -> str:
 def build[T](cls: type[T], data: Any, prefix: str = "") -> T:
     """Return the dataclass `cls` from a nested mapping; keys left out take the dataclass's default."""
     if not isinstance(data, Mapping):
-        raise ConfigError(prefix.rstrip(".") or "config", data, f"expected a mapping, got {_kind(data)}", f"set {prefix or ''}<key>=<value>")
+        raise ConfigError(
+            prefix.rstrip(".") or "config", data, f"expected a mapping, got {_kind(data)}", f"set {prefix or ''}<key>=<value>"
+        )
     hints = _hints(cls)
     for name, value in data.items():
         if name not in hints:
