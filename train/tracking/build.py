@@ -1,0 +1,89 @@
+"""The trackers of a run as one: every line goes to each, and one that fails is reported once, counted, and does not stop the run."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from train.config.schema import Config
+from train.tracking.console import ConsoleTracker
+from train.tracking.jsonl import JsonlTracker
+from train.tracking.protocol import Metrics, Tracker
+from train.tracking.wandb_tracker import TrackerStartError, WandbTracker
+
+
+class CompositeTracker:
+    """Passes every line to each of the named trackers.
+
+    A tracker's exception costs its line of figures, not the run: the first one of each tracker is told in one line on `stream`,
+    all are counted in `failures`, the later lines carry the total as `tracker_failures`, and the end tells the counts.
+    """
+
+    def __init__(self, trackers: Sequence[tuple[str, Tracker]], attempt: int, stream: TextIO | None = None) -> None:
+        self._trackers = list(trackers)
+        self._attempt = attempt
+        self._stream = stream
+        self.failures: dict[str, int] = {}
+
+    def add(self, name: str, tracker: Tracker) -> None:
+        """Let `tracker` have the lines from now on."""
+        self._trackers.append((name, tracker))
+
+    def report_start(self, name: str, error: Exception) -> None:
+        """Say and count that a tracker did not start."""
+        self.failures[name] = self.failures.get(name, 0) + 1
+        self._say(f"tracking: {error}; the run goes on without {name}, metrics.jsonl has every figure")
+
+    def log(self, metrics: Metrics) -> None:
+        """Pass one line on, with `attempt`, `time` (seconds since 1970) and `tracker_failures` (when there are any) added."""
+        line = {**metrics}
+        line.setdefault("attempt", self._attempt)
+        line.setdefault("time", time.time())
+        if self.failures:
+            line["tracker_failures"] = sum(self.failures.values())
+        for name, tracker in self._trackers:
+            try:
+                tracker.log(line)
+            except Exception as error:
+                self._failed(name, f"a line of step {metrics.get('step')}", error)
+
+    def finish(self, status: str) -> None:
+        for name, tracker in self._trackers:
+            try:
+                tracker.finish(status)
+            except Exception as error:
+                self._failed(name, "its end", error)
+        for name, count in self.failures.items():
+            self._say(f"tracking: {name} failed {count} times in this run")
+
+    def _failed(self, name: str, what: str, error: Exception) -> None:
+        self.failures[name] = self.failures.get(name, 0) + 1
+        if self.failures[name] == 1:
+            reason = " ".join(str(error).split())
+            self._say(f"tracking: {name} failed at {what} ({type(error).__name__}: {reason}); the run goes on, further failures are counted")
+
+    def _say(self, line: str) -> None:
+        stream = self._stream if self._stream is not None else sys.stderr
+        print(line, file=stream, flush=True)
+
+
+def build_trackers(config: Config, run_dir: Path, attempt: int) -> CompositeTracker:
+    """The trackers that `config.tracking` asks for, writing under `run_dir`; only the first rank calls it, before its first collective.
+
+    `metrics.jsonl` must be writable (OSError otherwise). wandb that does not start within `tracking.start_timeout` is left out and
+    said so in one line.
+    """
+    trackers: list[tuple[str, Tracker]] = [("metrics.jsonl", JsonlTracker(run_dir / "metrics.jsonl"))]
+    composite = CompositeTracker(trackers, attempt)
+    if config.tracking.kind == "wandb":
+        try:
+            tracker = WandbTracker.start(config, run_dir, attempt)
+        except TrackerStartError as error:
+            composite.report_start("wandb", error)
+        else:
+            composite.add("wandb", tracker)
+            where = "uploads as it goes" if config.tracking.mode == "online" else f"to upload it later: wandb sync {Path(tracker.path).parent}"
+            print(f"tracking: wandb {config.tracking.mode}; {where}", flush=True)
+    composite.add("console", ConsoleTracker(config.train.steps))
+    return composite

@@ -1,0 +1,114 @@
+"""Floating-point operations of training, parameters, and the share of the device's peak that a run uses (MFU).
+
+Counted are the matrix multiplications that the model asks for: 2 operations for each multiply-add, three times the forward pass
+for forward and backward (the gradients of inputs and of weights cost one forward each). Not counted: norms, rotary positions,
+softmax, activation functions, the optimiser, and what a schedule or recomputation does twice. Attention counts exactly the
+(query, key) pairs that causality and, when `pattern_aware`, the S2 pattern keep in a row of one document; boundaries of packed
+documents remove more pairs, which are counted all the same. The vocabulary counts without padding.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from train.config.check import attention_pattern
+from train.config.schema import Config
+from train.tracking.devices import device_peak_flops as device_peak_flops
+
+BACKWARD_AND_FORWARD = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Weights of the model, vocabulary padding left out."""
+
+    total: int
+    """All of them."""
+    active: int
+    """Those a token passes through: all but the experts that it is not sent to."""
+    embedding: int
+    """The input embedding, part of both figures; tied, it is the output head too."""
+
+
+def _sizes(config: Config) -> tuple[int, int, int, int, int, int]:
+    """(width, heads, kv_heads, head_dim, ffn_width, vocab_size) of a checked configuration."""
+    model = config.model
+    sizes = {name: getattr(model, name) for name in ("width", "heads", "kv_heads", "head_dim", "ffn_width", "vocab_size")}
+    for name, value in sizes.items():
+        if value is None:
+            raise ValueError(f"model.{name}=null: counting needs the derived sizes; pass the configuration through train.config.check first")
+    return tuple(sizes.values())  # type: ignore[return-value]
+
+
+def _mlp_weights(config: Config, experts: int) -> int:
+    """Weights of a Mixture-of-Experts layer with `experts` of its experts: SwiGLU has three matrices."""
+    width, expert_width = config.model.width, config.moe.ffn_width or config.model.ffn_width
+    if expert_width is None:
+        raise ValueError("moe.ffn_width=null: counting needs the derived sizes; pass the configuration through train.config.check first")
+    return 3 * width * (experts * expert_width + (config.moe.shared_width or 0)) + width * config.moe.experts
+
+
+def _layer_weights(config: Config, experts: int) -> int:
+    """Matrix weights of all blocks, with `experts` experts counted in each Mixture-of-Experts layer."""
+    width, heads, kv_heads, head_dim, ffn_width, _ = _sizes(config)
+    attention = width * head_dim * (heads + 2 * kv_heads) + heads * head_dim * width
+    sparse = len(config.moe.blocks(config.model.layers))
+    dense = config.model.layers - sparse
+    return config.model.layers * attention + dense * 3 * width * ffn_width + sparse * _mlp_weights(config, experts)
+
+
+def parameters(config: Config) -> Parameters:
+    """Count the weights of a checked configuration."""
+    width, *_, vocab_size = _sizes(config)
+    embedding = width * vocab_size
+    rest = embedding * (1 if config.model.tied else 2) + width * (2 * config.model.layers + 1)
+    return Parameters(
+        total=rest + _layer_weights(config, config.moe.experts),
+        active=rest + _layer_weights(config, config.moe.top_k),
+        embedding=embedding,
+    )
+
+
+def attention_pairs(config: Config, seq_len: int, pattern_aware: bool) -> np.ndarray:
+    """(layers,) float64: mean over the query heads of the (query, key) pairs that a layer keeps in a row of `seq_len` tokens."""
+    causal = seq_len * (seq_len + 1) / 2
+    if not pattern_aware:
+        return np.full(config.model.layers, causal)
+    pattern = attention_pattern(config)
+    return np.array([pattern.for_layer(layer).pairs(seq_len).mean() for layer in range(config.model.layers)])
+
+
+def train_flops_per_token(config: Config, seq_len: int, pattern_aware: bool) -> float:
+    """Operations of forward and backward for one token of a row of `seq_len` tokens.
+
+    6 x (matrix weights a token passes through, output head included) + 12 x heads x head_dim x (pairs kept / seq_len) a layer:
+    a kept pair costs a multiply-add of width head_dim for its score and one for its value.
+    """
+    width, heads, _, head_dim, _, vocab_size = _sizes(config)
+    multiplied = _layer_weights(config, config.moe.top_k) + width * vocab_size
+    pairs = float(attention_pairs(config, seq_len, pattern_aware).sum())
+    forward = 2 * multiplied + 4 * heads * head_dim * pairs / seq_len
+    return BACKWARD_AND_FORWARD * forward
+
+
+class UtilisationMeter:
+    """Turns tokens per second into MFU; knows the two counts once for the run."""
+
+    def __init__(self, config: Config, world_size: int, device_name: str | None) -> None:
+        """`world_size` devices called `device_name` (None: a CPU, whose peak is not known)."""
+        self.pattern_flops = train_flops_per_token(config, config.train.seq_len, pattern_aware=True)
+        self.dense_flops = train_flops_per_token(config, config.train.seq_len, pattern_aware=False)
+        peak = device_peak_flops(device_name, config.train.precision) if device_name is not None else None
+        self._peak = peak * world_size if peak is not None else None
+
+    def figures(self, tokens_per_second: float) -> dict[str, float]:
+        """`mfu` (the pairs that the pattern keeps) and `mfu_dense` (all causal pairs), shares of the peak; {} when it is unknown.
+
+        `tokens_per_second` counts the tokens of all devices together.
+        """
+        if self._peak is None:
+            return {}
+        return {
+            "mfu": tokens_per_second * self.pattern_flops / self._peak,
+            "mfu_dense": tokens_per_second * self.dense_flops / self._peak,
+        }

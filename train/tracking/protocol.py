@@ -1,0 +1,27 @@
+"""The interface of everything that receives a run's figures, and the one that receives and does nothing."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+Metrics = Mapping[str, Any]
+"""One line of figures: names to numbers, and nested mappings or lists of numbers; `step` is always there."""
+
+
+class Tracker(Protocol):
+    """Receives a line of figures at each log step and the run's last word."""
+
+    def log(self, metrics: Metrics) -> None:
+        """Take one line: training lines carry `loss`, evaluation lines `val_loss`."""
+
+    def finish(self, status: str) -> None:
+        """Close; `status` is the run's end: `finished`, `stopped` or `failed`."""
+
+
+class NullTracker:
+    """What every rank but the first uses, so that no caller asks which rank it is."""
+
+    def log(self, metrics: Metrics) -> None:
+        """Nothing."""
+
+    def finish(self, status: str) -> None:
+        """Nothing."""
