@@ -1,0 +1,1 @@
+"""The run: engine adapter, model, data, optimiser, checkpoint, loop, tracking, generation and reports."""
