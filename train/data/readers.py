@@ -1,0 +1,148 @@
+"""Documents out of files: text (one document a file), JSON lines, Parquet, and folders of them, in a fixed order."""
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from train.data.errors import DataError
+
+KINDS = ("auto", "text", "jsonl", "parquet")
+
+
+@dataclass
+class ReadCounts:
+    """What reading met, for the summary."""
+
+    files: int = 0
+    """Files read."""
+    not_text: list[str] = field(default_factory=list)
+    """Files of a walked folder that are not UTF-8 text, left out."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read: its path, its kind, and whether a folder's walk found it (then it may be left out when it is not text)."""
+
+    path: Path
+    kind: str
+    walked: bool
+
+
+def kind_of(path: Path) -> str:
+    """Return the kind that the suffix of `path` says: `jsonl`, `parquet`, else `text`."""
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith((".jsonl", ".ndjson")):
+        return "jsonl"
+    return "parquet" if name.endswith(".parquet") else "text"
+
+
+def find_files(inputs: Sequence[str | Path], kind: str = "auto") -> list[InputFile]:
+    """Return the files of `inputs`, folders walked in sorted order; hidden files and folders are left out.
+
+    Raises:
+        DataError: if an input does not exist or a folder holds no file.
+    """
+    files = []
+    for given in inputs:
+        path = Path(given)
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+            if not found:
+                raise DataError(path, "a folder with files", "none", "give a folder or files that hold text")
+            files += [InputFile(p, kind_of(p) if kind == "auto" else kind, True) for p in found]
+        elif path.is_file():
+            files.append(InputFile(path, kind_of(path) if kind == "auto" else kind, False))
+        else:
+            raise DataError(path, "a file or folder", "nothing there", "correct the path")
+    if not files:
+        raise DataError("inputs", "at least one file or folder", "none", "name what to read")
+    return files
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def read_documents(file: InputFile, text_key: str, counts: ReadCounts) -> Iterator[str]:
+    """Yield the documents of one file, possibly empty ones.
+
+    Raises:
+        DataError: naming the file (and line or column) that cannot be read.
+    """
+    reader = {"jsonl": _read_jsonl, "parquet": _read_parquet}.get(file.kind)
+    if reader is None:
+        text = _read_text(file, counts)
+        if text is not None:
+            counts.files += 1
+            yield text
+        return
+    counts.files += 1
+    yield from reader(file.path, text_key)
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
+
+
+def _read_text(file: InputFile, counts: ReadCounts) -> str | None:
+    """Return the file's text, or None when a walk met a file that is not text."""
+    try:
+        with _open(file.path) as stream:
+            return stream.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if file.walked:
+            counts.not_text.append(str(file.path))
+            return None
+        raise DataError(
+            file.path, "UTF-8 text", f"byte 0x{error.object[error.start]:02x} at {error.start}", "convert it to UTF-8"
+        ) from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(file.path, "a whole gzip file", str(error), "fetch or compress it again") from None
+
+
+def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
+    """Yield the string under `text_key` of each line; blank lines are passed over."""
+    try:
+        with _open(path) as stream:
+            for number, line in enumerate(io.BufferedReader(stream) if path.suffix == ".gz" else stream, 1):  # type: ignore[type-var]
+                if not line.strip():
+                    continue
+                try:
+                    record: Any = json.loads(line)
+                except ValueError as error:
+                    raise DataError(path, f"JSON on line {number}", str(error), "correct the line") from None
+                if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
+                    found = f"keys {sorted(record)[:8]}" if isinstance(record, dict) and text_key not in record else "something else"
+                    raise DataError(
+                        path, f"an object with a string under {text_key!r} on line {number}", found, "name its key with --text-key"
+                    )
+                yield record[text_key]
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(path, "a whole gzip file", str(error), "fetch or compress it again") from None
+
+
+def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
+    """Yield the strings of column `text_key`, batch by batch; null counts as an empty document."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(path, "the package pyarrow to read Parquet", "no such package", "pip install pyarrow") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            schema = table.schema_arrow
+            if text_key not in schema.names:
+                raise DataError(path, f"a column {text_key!r}", f"columns {schema.names[:8]}", "name the column with --text-key")
+            kind = schema.field(text_key).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)):
+                raise DataError(path, f"strings in column {text_key!r}", str(kind), "name a column of text with --text-key")
+            for batch in table.iter_batches(batch_size=256, columns=[text_key]):
+                for text in batch.column(0).to_pylist():
+                    yield text or ""
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise DataError(path, "a Parquet file", str(error), "write it again") from None
