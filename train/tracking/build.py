@@ -61,7 +61,7 @@ class CompositeTracker:
         self.failures[name] = self.failures.get(name, 0) + 1
         if self.failures[name] == 1:
             reason = " ".join(str(error).split())
-            self._say(f"tracking: {name} failed at {what} ({type(error).__name__}: {reason}); the run goes on, further failures are counted")
+            self._say(f"tracking: {name} failed at {what} ({type(error).__name__}: {reason}); the run goes on, more of it is counted")
 
     def _say(self, line: str) -> None:
         stream = self._stream if self._stream is not None else sys.stderr
@@ -83,7 +83,6 @@ def build_trackers(config: Config, run_dir: Path, attempt: int) -> CompositeTrac
             composite.report_start("wandb", error)
         else:
             composite.add("wandb", tracker)
-            where = "uploads as it goes" if config.tracking.mode == "online" else f"to upload it later: wandb sync {Path(tracker.path).parent}"
-            print(f"tracking: wandb {config.tracking.mode}; {where}", flush=True)
+            print(f"tracking: wandb {config.tracking.mode} in {tracker.folder}", flush=True)
     composite.add("console", ConsoleTracker(config.train.steps))
     return composite

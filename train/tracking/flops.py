@@ -30,37 +30,33 @@ class Parameters:
     """The input embedding, part of both figures; tied, it is the output head too."""
 
 
-def _sizes(config: Config) -> tuple[int, int, int, int, int, int]:
-    """(width, heads, kv_heads, head_dim, ffn_width, vocab_size) of a checked configuration."""
-    model = config.model
-    sizes = {name: getattr(model, name) for name in ("width", "heads", "kv_heads", "head_dim", "ffn_width", "vocab_size")}
-    for name, value in sizes.items():
-        if value is None:
-            raise ValueError(f"model.{name}=null: counting needs the derived sizes; pass the configuration through train.config.check first")
-    return tuple(sizes.values())  # type: ignore[return-value]
+def _size(config: Config, name: str) -> int:
+    """A size of the model that `train.config.check` has filled in."""
+    value = getattr(config.model, name)
+    if value is None:
+        raise ValueError(f"model.{name}=null: counting needs the derived sizes; use the configuration that train.config.check returns")
+    return int(value)
 
 
 def _mlp_weights(config: Config, experts: int) -> int:
     """Weights of a Mixture-of-Experts layer with `experts` of its experts: SwiGLU has three matrices."""
-    width, expert_width = config.model.width, config.moe.ffn_width or config.model.ffn_width
-    if expert_width is None:
-        raise ValueError("moe.ffn_width=null: counting needs the derived sizes; pass the configuration through train.config.check first")
+    width, expert_width = config.model.width, config.moe.ffn_width or _size(config, "ffn_width")
     return 3 * width * (experts * expert_width + (config.moe.shared_width or 0)) + width * config.moe.experts
 
 
 def _layer_weights(config: Config, experts: int) -> int:
     """Matrix weights of all blocks, with `experts` experts counted in each Mixture-of-Experts layer."""
-    width, heads, kv_heads, head_dim, ffn_width, _ = _sizes(config)
+    width, heads, kv_heads, head_dim = config.model.width, config.model.heads, _size(config, "kv_heads"), _size(config, "head_dim")
     attention = width * head_dim * (heads + 2 * kv_heads) + heads * head_dim * width
     sparse = len(config.moe.blocks(config.model.layers))
     dense = config.model.layers - sparse
-    return config.model.layers * attention + dense * 3 * width * ffn_width + sparse * _mlp_weights(config, experts)
+    return config.model.layers * attention + dense * 3 * width * _size(config, "ffn_width") + sparse * _mlp_weights(config, experts)
 
 
 def parameters(config: Config) -> Parameters:
     """Count the weights of a checked configuration."""
-    width, *_, vocab_size = _sizes(config)
-    embedding = width * vocab_size
+    width = config.model.width
+    embedding = width * _size(config, "vocab_size")
     rest = embedding * (1 if config.model.tied else 2) + width * (2 * config.model.layers + 1)
     return Parameters(
         total=rest + _layer_weights(config, config.moe.experts),
@@ -84,10 +80,9 @@ def train_flops_per_token(config: Config, seq_len: int, pattern_aware: bool) -> 
     6 x (matrix weights a token passes through, output head included) + 12 x heads x head_dim x (pairs kept / seq_len) a layer:
     a kept pair costs a multiply-add of width head_dim for its score and one for its value.
     """
-    width, heads, _, head_dim, _, vocab_size = _sizes(config)
-    multiplied = _layer_weights(config, config.moe.top_k) + width * vocab_size
+    multiplied = _layer_weights(config, config.moe.top_k) + config.model.width * _size(config, "vocab_size")
     pairs = float(attention_pairs(config, seq_len, pattern_aware).sum())
-    forward = 2 * multiplied + 4 * heads * head_dim * pairs / seq_len
+    forward = 2 * multiplied + 4 * config.model.heads * _size(config, "head_dim") * pairs / seq_len
     return BACKWARD_AND_FORWARD * forward
 
 

@@ -33,7 +33,9 @@ def run_id(run_dir: Path) -> str:
             return text
         raise TrackerStartError(f"{path} does not hold a wandb id; delete it to start a new wandb run")
     made = secrets.token_hex(6)
-    path.write_text(made + "\n")
+    part = path.with_suffix(".part")
+    part.write_text(made + "\n")
+    part.replace(path)  # a kill in between leaves no half id
     return made
 
 
@@ -57,7 +59,8 @@ class WandbTracker:
     def __init__(self, run: Any, finish_timeout: float) -> None:
         self._run = run
         self._finish_timeout = finish_timeout
-        self.path = str(run.dir)
+        self.folder = Path(run.dir).parent
+        """Where wandb keeps this attempt; `wandb sync <folder>` uploads an offline one."""
 
     @classmethod
     def start(cls, config: Config, run_dir: Path, attempt: int, init: Callable[..., Any] | None = None) -> "WandbTracker":
@@ -107,16 +110,16 @@ class WandbTracker:
         thread.start()
         thread.join(self._finish_timeout)
         if thread.is_alive():
-            raise TimeoutError(f"wandb did not finish within {self._finish_timeout:g} s; what it has not sent is in {self.path}")
+            raise TimeoutError(f"wandb did not finish within {self._finish_timeout:g} s; what it has not sent is in {self.folder}")
         if "error" in outcome:
             raise RuntimeError(" ".join(str(outcome["error"]).split())) from outcome["error"]
 
 
 def _init(config: Config, run_dir: Path, identity: str, attempt: int, init: Callable[..., Any] | None) -> Any:
-    import wandb
+    import wandb  # takes over a second, inside the bounded start
 
     online = config.tracking.mode == "online"
-    if online and not wandb.Api().api_key:
+    if online and not wandb.login(prompt=False, verify=False):  # without this it would ask the terminal, from a thread
         raise TrackerStartError("tracking.mode=online needs an API key: run `wandb login`, or use tracking.mode=offline")
     settings = wandb.Settings(
         console="off",
@@ -134,7 +137,7 @@ def _init(config: Config, run_dir: Path, identity: str, attempt: int, init: Call
         name=config.run.name or run_dir.name,
         id=identity,
         dir=str(run_dir),  # wandb makes its own folder `wandb` in it
-        mode=config.tracking.mode,
+        mode="online" if online else "offline",
         resume="allow" if online else None,  # offline the same id joins the attempts when they are uploaded
         config={**asdict(config), "attempt": attempt},
         settings=settings,
