@@ -17,7 +17,7 @@ _NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 
 
 @cache
-def _hints(cls: Any) -> dict[str, Any]:
+def _hints(cls: typing.Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
@@ -123,7 +123,7 @@ def build[T](cls: type[T], data: Any, prefix: str = "") -> T:
         raise ConfigError(
             prefix.rstrip(".") or "config", data, f"expected a mapping, got {_kind(data)}", f"set {prefix or ''}<key>=<value>"
         )
-    hints = _hints(cls)
+    hints = _hints(typing.cast(typing.Hashable, cls))
     for name, value in data.items():
         if name not in hints:
             raise unknown_key(f"{prefix}{name}", value)

@@ -1,0 +1,70 @@
+"""What each process of a run does about itself: end with its parent, keep its output in the run's log, name itself when it fails."""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(death_signal: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
+    """Have the kernel send `death_signal` to this process when its parent ends, however that ends. Linux only; elsewhere nothing.
+
+    `parent`: process id of the parent as it should be; when it has gone already, this process ends here.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), death_signal)
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    """Where the output of a rank goes."""
+    return run_dir / "logs" / f"rank_{rank}.log"
+
+
+def failure_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank says that, when and why it failed."""
+    return run_dir / "logs" / f"rank_{rank}.failure.json"
+
+
+@contextmanager
+def worker(run_dir: Path, rank: int) -> Iterator[None]:
+    """Run a rank's work: output of all ranks but 0 goes to `logs/rank_<n>.log`, an exception is written there with the rank's name.
+
+    Rank 0 keeps the terminal; the launcher copies its output to `logs/rank_0.log`. Exceptions end the process with exit code 1.
+    """
+    die_with_parent()
+    log = log_path(run_dir, rank)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    failure_path(run_dir, rank).unlink(missing_ok=True)
+    if rank != 0:
+        _redirect(log)
+    try:
+        yield
+    except Exception as error:
+        failed = time.time()
+        line = f"rank {rank} failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        failure_path(run_dir, rank).write_text(json.dumps({"rank": rank, "time": failed, "error": line}), encoding="utf-8")
+        traceback.print_exc()
+        print(line, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Not sys.exit: interpreter shutdown would wait for collectives and threads that the other ranks will never join.
+        os._exit(1)
+
+
+def _redirect(log: Path) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
