@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,11 +20,11 @@ from numpy.typing import NDArray
 
 from train.config.errors import ConfigError
 from train.data.blend import Blend
-from train.data.build import Manifest, hash_file
 from train.data.config import DataConfig
 from train.data.demo import ensure_demo_corpus
 from train.data.errors import DataError
 from train.data.indexed import IndexedFile
+from train.data.manifest import Manifest, hash_file
 from train.data.packing import EpochStream, Row, rows_in_epoch
 from train.data.permute import mix_key, permutation, permute
 from train.data.tokenizer import Tokenizer
@@ -81,7 +82,10 @@ class _SplitSet:
         self.file = IndexedFile(prefix)
         self.index, self._seq_len, self._pad = index, seq_len, tokenizer.eod
         self._seed, self._split = seed, split
-        self.manifest = _checked_manifest(self.file, tokenizer)
+        self.manifest = Manifest.read(prefix)
+        if self.manifest is not None:
+            self.manifest.check_tokenizer(prefix, tokenizer.name, tokenizer.vocab_size)
+            self.manifest.check_files(prefix, len(self.file), self.file.total_tokens)
         self._vocab_size = tokenizer.vocab_size
         self.documents = _split_documents(len(self.file), config.validation, prefix, split)
         self.total_tokens = int(self.file.lengths[self.documents].sum())
@@ -128,35 +132,17 @@ class _SplitSet:
                 self._streams.popitem(last=False)
         return self._streams[epoch]
 
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """Return what the data set is: its path, counts and hashes."""
-        bin_hash = self.manifest.bin_sha256 if self.manifest is not None else _sampled_hash(self.file)
+        manifest = self.manifest
         return {
             "path": self.file.prefix,
             "documents": len(self.file),
             "tokens": self.file.total_tokens,
-            "bin_sha256": bin_hash,
-            "idx_sha256": hash_file(self.file.idx_path),
+            "bin_sha256": manifest.bin_sha256 if manifest is not None else _sampled_hash(self.file),
+            "idx_sha256": manifest.idx_sha256 if manifest is not None else hash_file(self.file.idx_path),
         }
-
-
-def _checked_manifest(file: IndexedFile, tokenizer: Tokenizer) -> Manifest | None:
-    """Return the data set's manifest after comparing it with the files and the tokenizer; None when it has none."""
-    manifest = Manifest.read(file.prefix)
-    if manifest is None:
-        return None
-    path = f"{file.prefix}.json"
-    if manifest.tokenizer != tokenizer.name or manifest.vocab_size != tokenizer.vocab_size:
-        raise DataError(
-            path, f"a data set of tokenizer {tokenizer.name} ({tokenizer.vocab_size} ids)",
-            f"{manifest.tokenizer} ({manifest.vocab_size} ids)", "name that tokenizer in data.tokenizer or build the data set again",
-        )  # fmt: skip
-    if (manifest.documents, manifest.tokens) != (len(file), file.total_tokens):
-        raise DataError(
-            path, f"{manifest.documents} documents and {manifest.tokens} tokens in {file.idx_path.name}",
-            f"{len(file)} and {file.total_tokens}", "the files are of different builds: build the data set again",
-        )  # fmt: skip
-    return manifest
 
 
 def _sampled_hash(file: IndexedFile) -> str:
@@ -277,7 +263,7 @@ class BatchSource:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what determines the samples, for checkpoints: compare `digest`, which leaves out where the files lie."""
-        identities = [data.identity() for data in self._sets]
+        identities = [data.identity for data in self._sets]
         facts: dict[str, Any] = {
             "tokenizer": self._tokenizer.name,
             "seq_len": self._seq_len,

@@ -24,6 +24,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER_BYTES = 34
 _CODES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_MAX_LENGTH = 2**31 - 1  # lengths are int32 in the format
 _REBUILD = "build it again with `leantron data build`"
 
 
@@ -55,6 +56,8 @@ class IndexedWriter:
     def add_document(self, ids: NDArray[np.integer]) -> None:
         """Append one document: a 1-D array of token ids, each within the vocabulary that the dtype was chosen for."""
         data = np.ascontiguousarray(ids, dtype=self.dtype)
+        if data.size > _MAX_LENGTH:
+            raise DataError(self._file.name, f"documents of at most {_MAX_LENGTH} tokens", f"{data.size}", "cut the document into several")
         raw = data.tobytes()
         self._file.write(raw)
         self._digest.update(raw)

@@ -1,13 +1,13 @@
 """Documents out of files: text (one document a file), JSON lines, Parquet, and folders of them, in a fixed order."""
 
 import gzip
-import io
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from train.data.errors import DataError
 
@@ -16,10 +16,14 @@ KINDS = ("auto", "text", "jsonl", "parquet")
 
 @dataclass
 class ReadCounts:
-    """What reading met, for the summary."""
+    """What reading met, for the progress and the summary."""
 
     files: int = 0
     """Files read."""
+    bytes: int = 0
+    """Bytes passed so far, as they lie on the disk."""
+    empty: int = 0
+    """Documents without text, left out."""
     not_text: list[str] = field(default_factory=list)
     """Files of a walked folder that are not UTF-8 text, left out."""
 
@@ -74,75 +78,90 @@ def read_documents(file: InputFile, text_key: str, counts: ReadCounts) -> Iterat
     Raises:
         DataError: naming the file (and line or column) that cannot be read.
     """
-    reader = {"jsonl": _read_jsonl, "parquet": _read_parquet}.get(file.kind)
-    if reader is None:
+    end = counts.bytes + file.path.stat().st_size
+    if file.kind == "text":
         text = _read_text(file, counts)
         if text is not None:
             counts.files += 1
             yield text
-        return
-    counts.files += 1
-    yield from reader(file.path, text_key)
+    else:
+        counts.files += 1
+        yield from (_read_jsonl if file.kind == "jsonl" else _read_parquet)(file.path, text_key, counts)
+    counts.bytes = end
 
 
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
+@contextmanager
+def _open(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file, unpacked when its name ends in .gz; give the stream to read and the one whose position is that on the disk."""
+    try:
+        with open(path, "rb") as raw:
+            if path.suffix == ".gz":
+                with gzip.open(raw, "rb") as unpacked:
+                    yield cast(IO[bytes], unpacked), raw
+            else:
+                yield raw, raw
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(path, "a whole gzip file", str(error), "fetch or compress it again") from None
 
 
 def _read_text(file: InputFile, counts: ReadCounts) -> str | None:
     """Return the file's text, or None when a walk met a file that is not text."""
     try:
-        with _open(file.path) as stream:
+        with _open(file.path) as (stream, _):
             return stream.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if file.walked:
             counts.not_text.append(str(file.path))
             return None
-        raise DataError(
-            file.path, "UTF-8 text", f"byte 0x{error.object[error.start]:02x} at {error.start}", "convert it to UTF-8"
-        ) from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(file.path, "a whole gzip file", str(error), "fetch or compress it again") from None
+        found = f"byte 0x{error.object[error.start]:02x} at {error.start}"
+        raise DataError(file.path, "UTF-8 text", found, "convert it to UTF-8") from None
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
+def _read_jsonl(path: Path, text_key: str, counts: ReadCounts) -> Iterator[str]:
     """Yield the string under `text_key` of each line; blank lines are passed over."""
-    try:
-        with _open(path) as stream:
-            for number, line in enumerate(io.BufferedReader(stream) if path.suffix == ".gz" else stream, 1):  # type: ignore[type-var]
-                if not line.strip():
-                    continue
-                try:
-                    record: Any = json.loads(line)
-                except ValueError as error:
-                    raise DataError(path, f"JSON on line {number}", str(error), "correct the line") from None
-                if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
-                    found = f"keys {sorted(record)[:8]}" if isinstance(record, dict) and text_key not in record else "something else"
-                    raise DataError(
-                        path, f"an object with a string under {text_key!r} on line {number}", found, "name its key with --text-key"
-                    )
-                yield record[text_key]
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(path, "a whole gzip file", str(error), "fetch or compress it again") from None
+    begin = counts.bytes
+    with _open(path) as (stream, raw):
+        for number, line in enumerate(stream, 1):
+            counts.bytes = begin + raw.tell()
+            if not line.strip():
+                continue
+            try:
+                record: Any = json.loads(line)
+            except ValueError as error:
+                raise DataError(path, f"JSON on line {number}", str(error), "correct the line") from None
+            if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
+                if not isinstance(record, dict):
+                    found = type(record).__name__
+                elif text_key in record:
+                    found = f"{type(record[text_key]).__name__} there"
+                else:
+                    found = f"the keys {sorted(record)[:8]}"
+                expected = f"an object with a string under {text_key!r} on line {number}"
+                raise DataError(path, expected, found, "name the key of the text with --text-key")
+            yield record[text_key]
 
 
-def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
+def _read_parquet(path: Path, text_key: str, counts: ReadCounts) -> Iterator[str]:
     """Yield the strings of column `text_key`, batch by batch; null counts as an empty document."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise DataError(path, "the package pyarrow to read Parquet", "no such package", "pip install pyarrow") from None
+    begin, size, done = counts.bytes, path.stat().st_size, 0
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            schema = table.schema_arrow
+            schema, total = table.schema_arrow, table.metadata.num_rows
             if text_key not in schema.names:
-                raise DataError(path, f"a column {text_key!r}", f"columns {schema.names[:8]}", "name the column with --text-key")
+                raise DataError(path, f"a column {text_key!r}", f"the columns {schema.names[:8]}", "name the column with --text-key")
             kind = schema.field(text_key).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)):
+            value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if not (pyarrow.types.is_string(value) or pyarrow.types.is_large_string(value) or pyarrow.types.is_string_view(value)):
                 raise DataError(path, f"strings in column {text_key!r}", str(kind), "name a column of text with --text-key")
             for batch in table.iter_batches(batch_size=256, columns=[text_key]):
                 for text in batch.column(0).to_pylist():
                     yield text or ""
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(path, "a Parquet file", str(error), "write it again") from None
+                done += batch.num_rows
+                counts.bytes = begin + size * done // max(total, 1)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(path, "a whole Parquet file of UTF-8 text", str(error), "write it again") from None

@@ -240,7 +240,7 @@ def _load_tiktoken_file(path: Path) -> TiktokenTokenizer:
         )
     special = {"<|endoftext|>": len(ranks)}
     encoding = tiktoken.Encoding(path.stem, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-    return TiktokenTokenizer(encoding, f"tiktoken:{hashlib.sha256(raw).hexdigest()[:16]}")
+    return TiktokenTokenizer(encoding, f"tiktoken-file:{hashlib.sha256(raw).hexdigest()[:16]}")
 
 
 def _load_tiktoken(name: str) -> TiktokenTokenizer:
