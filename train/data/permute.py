@@ -2,6 +2,7 @@
 
 `permute(x, n, key)` is a bijection of 0..n-1 for every `key`: a balanced Feistel network over the smallest even number of bits that
 holds n, walked until the value falls below n ("cycle walking", Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+A small n is sorted by hashed keys instead: a network over few bits reaches few of its permutations.
 numpy's own generators may change their streams between releases, which would silently change what a resumed run reads.
 """
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 6
-_MIN_HALF_BITS = 4  # smaller halves reach only few of the permutations of a small set
+_SORTED_BELOW = 1 << 10
 
 
 def mix_key(*parts: int | str) -> int:
@@ -39,9 +40,10 @@ def _feistel(x: NDArray[np.uint64], half: int, round_keys: NDArray[np.uint64]) -
 
 def permute(x: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
     """Return where the permutation `key` of 0..n-1 sends each element of `x` (int64, same shape, each in 0..n-1)."""
-    if n <= 1:
-        return np.zeros_like(x)
-    half = max(_MIN_HALF_BITS, ((n - 1).bit_length() + 1) // 2)
+    if n < _SORTED_BELOW:
+        keys = _splitmix(_splitmix(np.arange(n, dtype=np.uint64)) ^ np.uint64(key))
+        return np.argsort(keys, kind="stable").astype(np.int64)[x]
+    half = ((n - 1).bit_length() + 1) // 2
     round_keys = _splitmix(np.uint64(key) ^ (np.arange(_ROUNDS, dtype=np.uint64) << np.uint64(56)))
     out = _feistel(x.astype(np.uint64), half, round_keys)
     outside = np.flatnonzero(out >= n)
