@@ -99,5 +99,5 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         grouped_experts(x, counts, w_in, w_out[:, :, :5])
     with pytest.raises(ValueError, match="one probability for each of 5 tokens"):
         grouped_experts(x, counts, w_in, w_out, p[:4])
-    with pytest.raises(ValueError, match="width=4.*multiple of 16 bytes"):
+    with pytest.raises(ValueError, match=r"width=4.*multiple of 16 bytes"):
         experts._grouped(x.bfloat16(), counts, w_in.bfloat16(), w_out.bfloat16(), None)

@@ -3,13 +3,15 @@
 Joins a gloo process group of the pool's size once, then runs the functions it is sent, one after another. A function is
 picked by the file that defines it and its name, because test modules have no package that could be imported.
 
-Messages from the pool: (module, file, name) followed by the pickled arguments. Answer: (ok, value or traceback), pickled.
+Messages from the pool: (module, file, name), pickled, then the arguments. Answer: (ok, value or traceback). Both through
+`torch.save`: plain pickles of tensors name a function of Megatron-core once it is loaded, and the reader would import it.
 """
 
 import faulthandler
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import random
@@ -103,6 +105,22 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
+def pack(value: Any) -> bytes:
+    """`value` for the other side of the connection."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """What the other side packed; only ever read from a process that this test session started."""
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
 def main() -> None:
     """Serve jobs until the pool closes the connection."""
     descriptor, rank, world, store = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -118,7 +136,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=600))
     dist.barrier()
-    connection.send_bytes(pickle.dumps((True, "ready")))
+    connection.send_bytes(pack((True, "ready")))
     while True:
         try:
             module, file, name = pickle.loads(connection.recv_bytes())
@@ -135,15 +153,15 @@ def _run(module: str, file: str, name: str, payload: bytes) -> bytes:
     seed_all()
     try:
         function = load_function(module, file, name)
-        result = function(*pickle.loads(payload))
-        answer = pickle.dumps((True, result))
+        result = function(*unpack(payload))
+        answer = pack((True, result))
         del result
     except BaseException:  # SystemExit and pytest's outcomes too: the answer must come
-        answer = pickle.dumps((False, traceback.format_exc()))
+        answer = pack((False, traceback.format_exc()))
     try:
         reset()
     except Exception:
-        answer = pickle.dumps((False, "in the clean-up after the job\n" + traceback.format_exc()))
+        answer = pack((False, "in the clean-up after the job\n" + traceback.format_exc()))
     return answer
 
 

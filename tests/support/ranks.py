@@ -29,6 +29,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from rank_worker import pack, unpack
+
 _SUPPORT = Path(__file__).resolve().parent
 _REPOSITORY = _SUPPORT.parents[1]
 _START_SECONDS = 180.0
@@ -102,7 +104,7 @@ class RankPool:
             raise ValueError(f"{function.__qualname__} is not at the top level of its file: a rank cannot find it")
         file = inspect.getsourcefile(function)
         header = pickle.dumps((function.__module__, file and os.path.abspath(file), function.__name__))
-        payload = pickle.dumps(args)
+        payload = pack(args)
         # A rank that died since the last job shows when its answer is read.
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -120,7 +122,7 @@ class RankPool:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    good, value = pickle.loads(connection.recv_bytes())
+                    good, value = unpack(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     good, value = False, self._epitaph(rank)
                 (answers if good else errors)[rank] = value

@@ -3,8 +3,11 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -155,6 +158,30 @@ def test_nothing_is_left_to_the_next_job(ranks: RankPools) -> None:
     assert pool.run(state) == [(1, torch.float32, True)] * 2
     assert pool.run(count_jobs) == [0, 0]
     assert pool.run(count_jobs) == [1, 1]
+
+
+def tensor_after_core() -> torch.Tensor:
+    import megatron.core.safe_globals  # noqa: F401  (it replaces how tensors are pickled)
+
+    return torch.arange(3)
+
+
+def test_reading_a_tensor_does_not_import_core_into_pytest() -> None:
+    code = f"""
+import sys, torch
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
+import importlib.util
+spec = importlib.util.spec_from_file_location("jobs", {__file__!r})
+jobs = sys.modules["jobs"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(jobs)
+from ranks import RankPool
+pool = RankPool(1)
+assert torch.equal(pool.run(jobs.tensor_after_core)[0], torch.arange(3))
+pool.close()
+assert "megatron" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_megatron_core_is_uninitialised_between_jobs(ranks: RankPools) -> None:
