@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+AGENT_VARIABLE = "LEANTRON_AGENT_PID"
+"""Environment variable in which the launcher's torchrun names itself to its workers."""
 
 
 def die_with_parent(death_signal: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
@@ -42,7 +44,8 @@ def worker(run_dir: Path, rank: int) -> Iterator[None]:
 
     Rank 0 keeps the terminal; the launcher copies its output to `logs/rank_0.log`. Exceptions end the process with exit code 1.
     """
-    die_with_parent()
+    agent = os.environ.get(AGENT_VARIABLE)
+    die_with_parent(parent=int(agent) if agent else None)
     log = log_path(run_dir, rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     failure_path(run_dir, rank).unlink(missing_ok=True)

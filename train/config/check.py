@@ -82,7 +82,7 @@ def attention_pattern(config: Config) -> S2Pattern:
         pattern.check_layers(model.layers)
     except S2Error as error:
         key = {"num_kv_heads": "model.kv_heads", "num_heads": "model.heads"}.get(error.key, f"attention.{error.key}")
-        raise ConfigError(key, error.value, error.rule, error.remedy) from error
+        raise ConfigError(key, error.value, error.rule or str(error), error.remedy or "correct it") from error
     _check_block(attention, config.train.seq_len)
     if attention.backend == "sdpa" and not all(pattern.for_layer(layer).is_dense for layer in range(model.layers)):
         raise ConfigError(

@@ -1,0 +1,74 @@
+"""`leantron pretrain`: compose once, check, plan, make the run's directory, start torchrun."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.devices import check_devices, visible_gpus
+from launch.torchrun import WORKER, start
+from train.config.compose import compose
+from train.config.errors import ConfigError
+from train.config.place import claim
+from train.config.plan import make_plan
+from train.config.publish import SWEEP_FLAGS, prepare
+from train.config.resume import compose_run
+from train.config.schema import Config
+
+
+def pretrain(argv: Sequence[str], worker: Sequence[str] = WORKER) -> int:
+    """Run the command; returns the exit code. Raises ConfigError before anything is written or started.
+
+    `worker`: what torchrun starts on each process (tests put a small module there).
+    """
+    from launch.plan import show_plan
+
+    options = [text for text in argv if text.startswith("-")]
+    overrides = [text for text in argv if not text.startswith("-")]
+    for option in options:
+        if option not in ("--dry-run", *SWEEP_FLAGS):
+            raise ConfigError(option, "", "there is no such option", "`leantron pretrain --help` lists them")
+    dry_run = "--dry-run" in options
+    if any(flag in options for flag in SWEEP_FLAGS):
+        from launch.sweep import sweep
+
+        return sweep(overrides, dry_run=dry_run, worker=worker)
+    config = plan_run(overrides)
+    plan = make_plan(config, config.parallel.processes)
+    show_plan(config, plan)
+    if dry_run:
+        return 0
+    sys.stdout.flush()
+    run_dir, attempt = claim(config, plan)
+    return start(run_dir, attempt, config.parallel.processes, worker)
+
+
+def plan_run(overrides: Sequence[str]) -> Config:
+    """Return the checked, named configuration of a run that this host can start. Writes nothing; raises ConfigError."""
+    parallel = compose_run(overrides).parallel
+    if parallel.hosts != 1:
+        rule = "the launcher starts the processes of one host"
+        remedy = "start `torchrun --nnodes=... --nproc-per-node=... -m train.pretrain <overrides>` on each host"
+        raise ConfigError("parallel.hosts", parallel.hosts, rule, remedy)
+    config = prepare(overrides, parallel.processes, parallel.processes, 1)
+    check_devices(parallel.processes, visible_gpus())
+    return config
+
+
+def print_config(overrides: Sequence[str]) -> int:
+    """`leantron config`: print what the overrides compose to, as YAML."""
+    import yaml
+
+    from train.config.convert import plain
+
+    yaml.safe_dump(plain(compose(overrides)), sys.stdout, sort_keys=False, allow_unicode=True)
+    return 0
+
+
+def existing_run(argv: Sequence[str], command: str) -> tuple[Path, list[str]]:
+    """Return the run's directory, the first argument of `leantron <command> <run>`, and the rest. Raises ConfigError."""
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError("run", "", f"`leantron {command}` needs a run", f"give its directory: leantron {command} runs/<name>")
+    run_dir = Path(argv[0])
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError("run", run_dir, "there is no run: no config.yaml in it", "give the directory of a run")
+    return run_dir, list(argv[1:])
