@@ -42,8 +42,8 @@ def test_every_tracker_gets_every_line_with_attempt_and_time() -> None:
     given = {"step": 1, "loss": 2.0}
     tracker.log(given)
     tracker.log({"step": 2, "loss": 1.0, "attempt": 9, "time": 5.0})
-    tracker.finish("finished")
-    assert one.lines == two.lines and one.status == two.status == "finished"
+    tracker.finish("completed")
+    assert one.lines == two.lines and one.status == two.status == "completed"
     assert one.lines[0]["attempt"] == 3 and one.lines[0]["time"] > 1e9
     assert one.lines[1] == {"step": 2, "loss": 1.0, "attempt": 9, "time": 5.0}
     assert given == {"step": 1, "loss": 2.0}, "the caller's line is not changed"
@@ -57,8 +57,8 @@ def test_a_failing_tracker_is_told_once_counted_and_does_not_stop_the_others() -
     assert stream.getvalue().count("\n") == 1
     assert "failing failed at a line of step 1 (ConnectionError: the server is away)" in stream.getvalue()
     assert [line.get("tracker_failures") for line in memory.lines] == [None, 1, 2]
-    tracker.finish("finished")
-    assert memory.status == "finished"
+    tracker.finish("completed")
+    assert memory.status == "completed"
     assert tracker.failures == {"failing": 4}
     assert stream.getvalue().splitlines()[-1] == "tracking: failing failed 4 times in this run"
 
@@ -66,7 +66,7 @@ def test_a_failing_tracker_is_told_once_counted_and_does_not_stop_the_others() -
 def test_metrics_file_and_console_without_wandb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tracker = build_trackers(replace(Config(), tracking=TrackingConfig(kind="none")), tmp_path, attempt=2)
     tracker.log({"step": 1, "loss": 2.0})
-    tracker.finish("finished")
+    tracker.finish("completed")
     assert read_metrics(tmp_path / "metrics.jsonl").training[0]["attempt"] == 2
     assert "step 1/100 | loss 2.0000" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]

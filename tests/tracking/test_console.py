@@ -53,9 +53,9 @@ def test_without_a_terminal_each_log_is_one_flushed_line() -> None:
         assert stream.flushed == len(stream.getvalue())
     tracker.log({"step": 2, "val_loss": 2.5, "val_bits_per_byte": 3.25, "bigram_bits_per_byte": 3.5})
     tracker.log({"step": 2, "checkpoint_seconds": 1.0})
-    tracker.finish("finished")
+    tracker.finish("completed")
     lines = stream.getvalue().splitlines()
-    assert [line.split(" | ")[0] for line in lines] == ["step 1/100", "step 2/100", "validation at step 2", "run finished"]
+    assert [line.split(" | ")[0] for line in lines] == ["step 1/100", "step 2/100", "validation at step 2", "run completed"]
     assert "3.250 bits/byte | bigram 3.500 bits/byte" in lines[2]
     assert "\x1b" not in stream.getvalue()
 
@@ -69,7 +69,7 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path: Path) -> None:
         "    tracker.log({'step': 1000 + step, 'loss': 3.2, 'bits_per_byte': 4.6, 'tokens_per_second': 1234567.0, 'lr': 1e-3})\n"
         "    print('a line from elsewhere')\n"
         "tracker.log({'step': 1003, 'val_loss': 2.5, 'val_bits_per_byte': 3.25})\n"
-        "tracker.finish('finished')\n"
+        "tracker.finish('completed')\n"
     )
     master, slave = pty.openpty()
     env = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
@@ -94,4 +94,4 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path: Path) -> None:
     assert len(drawn[-1].rstrip()) <= 80
     assert "a line from elsewhere" in text
     assert "validation at step 1003 | loss 2.5000 | 3.250 bits/byte" in text
-    assert "run finished" in text
+    assert "run completed" in text

@@ -74,7 +74,7 @@ def test_a_torn_last_line_costs_at_most_itself(tmp_path: Path, torn: str) -> Non
     tracker = JsonlTracker(path)
     tracker.log({"step": 4, "loss": 4.0})
     tracker.log({"step": 5, "loss": 5.0})
-    tracker.finish("finished")
+    tracker.finish("completed")
     got = read_metrics(path)
     whole = torn.endswith("}")
     assert [line["step"] for line in got.training] == ([1, 2, 3, 4, 5] if whole else [1, 2, 4, 5])

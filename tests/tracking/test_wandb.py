@@ -87,7 +87,7 @@ def test_an_offline_run_has_the_figures_and_its_own_step_axis(run_dir: Path, mon
     for step in (10, 20, 30):
         tracker.log({"step": step, "loss": 4.0 / step, "expert_load": {"3": [0.25, 0.75]}})
     tracker.log({"step": 30, "val_loss": 1.5})
-    tracker.finish("finished")
+    tracker.finish("completed")
     assert tracker.failures == {}
     assert len(read_metrics(run_dir / "metrics.jsonl").training) == 3
 
@@ -110,7 +110,7 @@ def test_an_offline_run_has_the_figures_and_its_own_step_axis(run_dir: Path, mon
 
 
 def test_a_resumed_run_goes_on_under_its_id_and_a_failed_one_says_so(run_dir: Path) -> None:
-    for attempt, status in ((0, "failed"), (1, "finished")):
+    for attempt, status in ((0, "failed"), (1, "completed")):
         tracker = build_trackers(config(), run_dir, attempt)
         tracker.log({"step": attempt + 1, "loss": 1.0})
         tracker.finish(status)
@@ -147,7 +147,7 @@ def test_a_slow_start_is_given_up_and_the_run_goes_on(
     tracker = build_trackers(config(start_timeout=1.0), run_dir, attempt=0)
     assert 0.9 <= time.monotonic() - begin < 3
     tracker.log({"step": 1, "loss": 1.0})
-    tracker.finish("finished")
+    tracker.finish("completed")
     said = capsys.readouterr().err.splitlines()
     assert said[0] == (
         "tracking: wandb did not start within tracking.start_timeout=1 s; the run goes on without wandb, metrics.jsonl has every figure"
@@ -164,7 +164,7 @@ def test_a_process_whose_wandb_hangs_still_ends(run_dir: Path) -> None:
         "from train.tracking.config import TrackingConfig\n"
         "wandb.init = lambda **_: time.sleep(600)\n"
         "tracker = build_trackers(replace(Config(), tracking=TrackingConfig(start_timeout=0.5)), Path(sys.argv[1]), 0)\n"
-        "tracker.log({'step': 1, 'loss': 1.0}); tracker.finish('finished')\n"
+        "tracker.log({'step': 1, 'loss': 1.0}); tracker.finish('completed')\n"
     )
     ended = subprocess.run([sys.executable, "-c", body, str(run_dir)], capture_output=True, text=True, timeout=40)
     assert ended.returncode == 0, ended.stderr
@@ -194,7 +194,7 @@ def test_online_without_a_key_says_what_to_do_and_asks_nothing(run_dir: Path) ->
         "import sys; from dataclasses import replace; from pathlib import Path\n"
         "from train.config.schema import Config; from train.tracking import build_trackers\n"
         "from train.tracking.config import TrackingConfig\n"
-        "build_trackers(replace(Config(), tracking=TrackingConfig(mode='online')), Path(sys.argv[1]), 0).finish('finished')\n"
+        "build_trackers(replace(Config(), tracking=TrackingConfig(mode='online')), Path(sys.argv[1]), 0).finish('completed')\n"
     )
     master, slave = pty.openpty()
     ended = subprocess.run([sys.executable, "-c", body, str(run_dir)], stdin=slave, stderr=subprocess.PIPE, stdout=slave, timeout=40)
@@ -219,7 +219,7 @@ def test_a_finish_that_hangs_is_bounded() -> None:
 
     tracker = WandbTracker(Hanging(), finish_timeout=0.3)
     with pytest.raises(TimeoutError, match=r"did not finish within 0\.3 s; what it has not sent is in runs/x/wandb/offline-run-1"):
-        tracker.finish("finished")
+        tracker.finish("completed")
 
 
 def test_the_id_is_kept_and_a_damaged_one_is_refused(tmp_path: Path) -> None:

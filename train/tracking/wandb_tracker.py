@@ -102,7 +102,7 @@ class WandbTracker:
         def end() -> None:
             try:
                 self._run.summary["status"] = status
-                self._run.finish(exit_code=0 if status == "finished" else 1)
+                self._run.finish(exit_code=1 if status == "failed" else 0)
             except BaseException as error:
                 outcome["error"] = error
 
