@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from train.config.place import read_status, write_status
+
 _PR_SET_PDEATHSIG = 1
 AGENT_VARIABLE = "LEANTRON_AGENT_PID"
 """Environment variable in which the launcher's torchrun names itself to its workers."""
@@ -43,6 +45,7 @@ def worker(run_dir: Path, rank: int) -> Iterator[None]:
     """Run a rank's work: output of all ranks but 0 goes to `logs/rank_<n>.log`, an exception is written there with the rank's name.
 
     Rank 0 keeps the terminal; the launcher copies its output to `logs/rank_0.log`. Exceptions end the process with exit code 1.
+    Without the launcher (torchrun by hand) the rank that fails, or rank 0 at the end, writes `status.json` itself.
     """
     agent = os.environ.get(AGENT_VARIABLE)
     die_with_parent(parent=int(agent) if agent else None)
@@ -51,12 +54,17 @@ def worker(run_dir: Path, rank: int) -> Iterator[None]:
     failure_path(run_dir, rank).unlink(missing_ok=True)
     if rank != 0:
         _redirect(log)
+    attempt = int(read_status(run_dir).get("attempt", 1))
     try:
         yield
+        if agent is None and rank == 0:
+            write_status(run_dir, state="completed", attempt=attempt, exit_code=0)
     except Exception as error:
         failed = time.time()
         line = f"rank {rank} failed: {type(error).__name__}: {' '.join(str(error).split())}"
         failure_path(run_dir, rank).write_text(json.dumps({"rank": rank, "time": failed, "error": line}), encoding="utf-8")
+        if agent is None:
+            write_status(run_dir, state="failed", attempt=attempt, exit_code=1, failed_rank=rank, reason=line)
         traceback.print_exc()
         print(line, file=sys.stderr, flush=True)
         sys.stdout.flush()
