@@ -23,7 +23,9 @@ def test_counts_are_within_one_sample_of_the_weights(weights: list[int]) -> None
     assert counts[-1].tolist() == weights
 
 
-@pytest.mark.parametrize("weights", [[0.7, 0.3], [0.5, 0.3, 0.2], [3, 1], [1e9, 1.0e9, 123_456_789.0], [0.9] + [0.0125] * 8, [np.pi, np.e, 1]])
+@pytest.mark.parametrize(
+    "weights", [[0.7, 0.3], [0.5, 0.3, 0.2], [3, 1], [1e9, 1.0e9, 123_456_789.0], [0.9] + [0.0125] * 8, [np.pi, np.e, 1]]
+)
 def test_shares_hold_over_many_periods(weights: list[float]) -> None:
     n, blend = 200_000, Blend(weights)
     sets, _ = blend.locate(np.arange(n))

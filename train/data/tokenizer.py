@@ -207,8 +207,8 @@ class TiktokenTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids` without special tokens."""
-        plain = self._encoding._mergeable_ranks
-        return str(self._encoding.decode([i for i in map(int, ids) if i < len(plain) and i != self.eod], errors="replace"))
+        plain = [i for i in map(int, ids) if i < self.vocab_size and self.token_bytes[i] > 0]
+        return str(self._encoding.decode(plain, errors="replace"))
 
 
 # The pattern of the GPT-4 encoding: what splits text in a `.tiktoken` file is not part of the file.
