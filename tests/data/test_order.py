@@ -256,6 +256,12 @@ def test_blends_follow_the_weights_and_each_set_its_epochs(write_documents) -> N
     assert all(predicted[i] >= len(doc) - 1 for i, doc in enumerate(documents_a))
 
 
+def test_a_weight_of_zero_leaves_a_set_out(write_documents) -> None:
+    a, b = write_documents([[1] * 30] * 4, "a"), write_documents([[2] * 30] * 4, "b")
+    source = source_of(config_of(a, b, weights=[0.0, 2.0]))
+    assert {unpack_id(i)[0] for i in source.sample_ids(0, 100)} == {1} and source.shares == [0.0, 1.0]
+
+
 def test_no_weights_means_by_tokens(write_documents) -> None:
     a, b = write_documents([[1] * 300] * 10, "a"), write_documents([[2] * 100] * 10, "b")
     source = source_of(config_of(a, b))
@@ -263,7 +269,14 @@ def test_no_weights_means_by_tokens(write_documents) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"), [([1.0], "one weight for each of the 2"), ([1.0, 0.0], "above 0"), ([1.0, 1e-9], "below 1/65536")]
+    ("weights", "message"),
+    [
+        ([1.0], "one weight for each of the 2"),
+        ([0.0, 0.0], "one above 0"),
+        ([1.0, -1.0], "0 or more"),
+        ([1.0, float("nan")], "0 or more"),
+        ([1.0, 1e-9], "below 1/65536"),
+    ],
 )
 def test_bad_weights_are_refused(write_documents, weights: list[float], message: str) -> None:
     a, b = write_documents([[1, 2]] * 4, "a"), write_documents([[1, 2]] * 4, "b")

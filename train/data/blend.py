@@ -17,10 +17,10 @@ _MAX_PERIOD = 1 << 16
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """Return positive integers in proportion to `weights` (all above 0), of sum at most 65,536.
+    """Return integers in proportion to `weights` (0 or more, not all 0), of sum at most 65,536.
 
     Raises:
-        ValueError: if a weight is below 1/65,536 of the sum.
+        ValueError: if a weight is above 0 but below 1/65,536 of the sum.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
@@ -28,8 +28,9 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
     period = lcm(*(share.denominator for share in shares))
     if period <= _MAX_PERIOD:
         return [int(share * period) for share in shares]
-    if min(shares) * _MAX_PERIOD < 1:
-        raise ValueError(f"a share of {float(min(shares)):.3g} is below 1/{_MAX_PERIOD}")
+    smallest = min(share for share in shares if share)
+    if smallest * _MAX_PERIOD < 1:
+        raise ValueError(f"a share of {float(smallest):.3g} is below 1/{_MAX_PERIOD}")
     floors = [int(share * _MAX_PERIOD) for share in shares]
     by_rest = sorted(range(len(shares)), key=lambda i: floors[i] - shares[i] * _MAX_PERIOD)
     for i in by_rest[: _MAX_PERIOD - sum(floors)]:
@@ -66,7 +67,7 @@ class Blend:
     """The sequence of data sets for given weights.
 
     Args:
-        weights: (n,) floats above 0; only their proportions matter.
+        weights: (n,) floats, 0 or more (0: takes no part), not all 0; only their proportions matter.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

@@ -284,8 +284,8 @@ def _blend(config: DataConfig, tokens: list[int]) -> Blend:
         return Blend([max(float(count), floor) for count in tokens])
     if len(config.weights) != len(tokens):
         raise ConfigError("data.weights", config.weights, f"needs one weight for each of the {len(tokens)} data sets", "give as many")
-    if any(not math.isfinite(weight) or weight <= 0 for weight in config.weights):
-        raise ConfigError("data.weights", config.weights, "each weight must be above 0", "remove the data sets that take no part")
+    if any(not math.isfinite(weight) or weight < 0 for weight in config.weights) or not any(config.weights):
+        raise ConfigError("data.weights", config.weights, "each must be 0 or more, and one above 0", "correct the weights")
     try:
         return Blend(config.weights)
     except ValueError as error:
