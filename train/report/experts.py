@@ -50,7 +50,7 @@ def expert_pictures(metrics: RunMetrics, folder: Path) -> list[Picture]:
 def _picture(layer: str, steps: np.ndarray, loads: np.ndarray, folder: Path) -> Picture:
     columns, values = binned(steps, loads)
     experts = values.shape[1]
-    drawn = figure(6.4, min(8.0, 2.2 + 0.16 * experts))
+    drawn = figure(6.4, min(8.0, max(3.6, 2.2 + 0.16 * experts)))
     axes = drawn.add_subplot()
     norm = TwoSlopeNorm(1.0, 0.0, max(2.0, float(np.nanmax(values))))
     mesh = axes.pcolormesh(_edges(columns), np.arange(experts + 1) - 0.5, values.T, cmap="PuOr_r", norm=norm, rasterized=True)

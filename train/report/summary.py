@@ -7,9 +7,10 @@ from typing import Any
 
 from train.config.check import attention_pattern
 from train.config.errors import show
+from train.config.plan import count_parameters
 from train.config.schema import Config
 from train.tracking.console import format_duration
-from train.tracking.flops import attention_pairs, parameters, train_flops_per_token
+from train.tracking.flops import attention_pairs, train_flops_per_token
 from train.tracking.readers import RunMetrics
 
 
@@ -68,11 +69,11 @@ def _cost_rows(metrics: RunMetrics, last: dict[str, Any]) -> list[Row]:
 
 
 def _model_rows(config: Config) -> list[Row]:
-    counted = parameters(config)
+    counted = count_parameters(config)
     pattern, seq_len = attention_pattern(config), config.train.seq_len
-    rows = [Row(name="parameters", value=f"{counted.total:,}")]
-    if counted.active != counted.total:
-        rows.append(Row(name="active parameters", value=f"{counted.active:,}", note="those that one token passes through"))
+    rows = [Row(name="parameters", value=f"{counted['total']:,}")]
+    if counted["active"] != counted["total"]:
+        rows.append(Row(name="active parameters", value=f"{counted['active']:,}", note="those that one token passes through"))
     if config.attention.kind == "s2":
         views = [pattern.for_layer(layer) for layer in range(config.model.layers)]
         sparse = [view.density(seq_len) for view in views if not view.is_dense]

@@ -1,4 +1,4 @@
-"""Floating-point operations of training, parameters, and the share of the device's peak that a run uses (MFU).
+"""Floating-point operations of training, and the share of the device's peak that a run uses (MFU).
 
 Counted are the matrix multiplications that the model asks for: 2 operations for each multiply-add, three times the forward pass
 for forward and backward (the gradients of inputs and of weights cost one forward each). Not counted: norms, rotary positions,
@@ -7,27 +7,14 @@ softmax, activation functions, the optimiser, and what a schedule or recomputati
 documents remove more pairs, which are counted all the same. The vocabulary counts without padding.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from train.config.check import attention_pattern
+from train.config.plan import count_parameters
 from train.config.schema import Config
 from train.tracking.devices import device_peak_flops as device_peak_flops
 
 BACKWARD_AND_FORWARD = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameters:
-    """Weights of the model, vocabulary padding left out."""
-
-    total: int
-    """All of them."""
-    active: int
-    """Those a token passes through: all but the experts that it is not sent to."""
-    embedding: int
-    """The input embedding, part of both figures; tied, it is the output head too."""
 
 
 def _size(config: Config, name: str) -> int:
@@ -38,31 +25,13 @@ def _size(config: Config, name: str) -> int:
     return int(value)
 
 
-def _mlp_weights(config: Config, experts: int) -> int:
-    """Weights of a Mixture-of-Experts layer with `experts` of its experts: SwiGLU has three matrices."""
-    width, expert_width = config.model.width, config.moe.ffn_width or _size(config, "ffn_width")
-    return 3 * width * (experts * expert_width + (config.moe.shared_width or 0)) + width * config.moe.experts
-
-
-def _layer_weights(config: Config, experts: int) -> int:
-    """Matrix weights of all blocks, with `experts` experts counted in each Mixture-of-Experts layer."""
-    width, heads, kv_heads, head_dim = config.model.width, config.model.heads, _size(config, "kv_heads"), _size(config, "head_dim")
-    attention = width * head_dim * (heads + 2 * kv_heads) + heads * head_dim * width
-    sparse = len(config.moe.blocks(config.model.layers))
-    dense = config.model.layers - sparse
-    return config.model.layers * attention + dense * 3 * width * _size(config, "ffn_width") + sparse * _mlp_weights(config, experts)
-
-
-def parameters(config: Config) -> Parameters:
-    """Count the weights of a checked configuration."""
-    width = config.model.width
-    embedding = width * _size(config, "vocab_size")
-    rest = embedding * (1 if config.model.tied else 2) + width * (2 * config.model.layers + 1)
-    return Parameters(
-        total=rest + _layer_weights(config, config.moe.experts),
-        active=rest + _layer_weights(config, config.moe.top_k),
-        embedding=embedding,
-    )
+def multiplied_weights(config: Config) -> int:
+    """Matrix weights that one token is multiplied with: all that it passes through but the norms and the looked-up embedding."""
+    width, vocab_size = config.model.width, _size(config, "vocab_size")
+    for name in ("kv_heads", "head_dim", "ffn_width"):
+        _size(config, name)
+    norms = width * (2 * config.model.layers + 1)
+    return count_parameters(config)["active"] - norms - (0 if config.model.tied else width * vocab_size)
 
 
 def attention_pairs(config: Config, seq_len: int, pattern_aware: bool) -> np.ndarray:
@@ -80,9 +49,8 @@ def train_flops_per_token(config: Config, seq_len: int, pattern_aware: bool) -> 
     6 x (matrix weights a token passes through, output head included) + 12 x heads x head_dim x (pairs kept / seq_len) a layer:
     a kept pair costs a multiply-add of width head_dim for its score and one for its value.
     """
-    multiplied = _layer_weights(config, config.moe.top_k) + config.model.width * _size(config, "vocab_size")
     pairs = float(attention_pairs(config, seq_len, pattern_aware).sum())
-    forward = 2 * multiplied + 4 * config.model.heads * _size(config, "head_dim") * pairs / seq_len
+    forward = 2 * multiplied_weights(config) + 4 * config.model.heads * _size(config, "head_dim") * pairs / seq_len
     return BACKWARD_AND_FORWARD * forward
 
 
