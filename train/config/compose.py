@@ -163,7 +163,7 @@ def _validate_option(group: str, override: Override, loader: ConfigLoader, overr
     options = loader.get_group_options(group, ObjectType.CONFIG, config_name="config", overrides=search)
     name = value.text if isinstance(value, QuotedString) else str(value)
     if not isinstance(value, (str, QuotedString)) or name not in options:
-        closest = difflib.get_close_matches(name, options, n=1)
+        closest = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
         hint = f"did you mean {closest[0]}? " if closest else ""
         raise ConfigError(group, _text(override), f"there is no such option of {group}", f"{hint}choose one of {', '.join(options)}")
 
