@@ -82,6 +82,18 @@ def build_optimizer(config: Config, ranks: Ranks, chunks: list[Any]) -> Any:
     )
     optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=ranks.device.type == "cuda")
     for part in optimizer.chained_optimizers:
-        for group in part.param_groups:
-            group["fused"], group["foreach"] = True, False
+        if part.optimizer is not None:
+            _prepare_adam(part.optimizer)
     return optimizer
+
+
+def _prepare_adam(adam: torch.optim.Optimizer) -> None:
+    # The state exists before the first step: core reads `step` from it when a checkpoint is loaded into a fresh optimiser.
+    for group in adam.param_groups:
+        group["fused"], group["foreach"] = True, False
+        for parameter in group["params"]:
+            adam.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
+            }

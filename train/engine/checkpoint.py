@@ -6,6 +6,7 @@ name, so another layout reads it. Weights and optimiser states are tensors; noth
 is a pickle by torch's format: it is read through an allow-list first (`train.checkpoint.safety`).
 """
 
+import functools
 import json
 import os
 import shutil
@@ -15,12 +16,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import save as save_state_dict
 
 from train.checkpoint.directory import MANIFEST, checkpoint_path, manifest_of
 from train.checkpoint.safety import check_metadata
 
 # One key per layer, not layers stacked: MoE and dense blocks differ. Optimiser states by parameter, so any layout reads them.
 _FORMAT = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """Core's `torch_dist` format written by torch's own file writer.
+
+    Core's strategy spawns a process for each save, which imports torch and core anew (11 s on two cores for a model of a few
+    megabytes), and stores every rank's save plan in the index, classes that a safe reader would have to admit.
+    """
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        save_state_dict(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True, overwrite=True),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False, flatten_sharded_tensors=False
+            ),
+        )
 
 
 def unwrap(chunk: Any) -> Any:
@@ -60,7 +87,7 @@ def save(directory: Path, step: int, chunks: list[Any], optimizer: Any, progress
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(chunks, optimizer, loading=False), str(partial), validate_access_integrity=True)
+    dist_checkpointing.save(_state(chunks, optimizer, loading=False), str(partial), sharded_strategy=_InProcessSave())
     dist.barrier()
     if first:
         _finish(partial, final, step, progress)
@@ -91,6 +118,26 @@ def _finish(partial: Path, final: Path, step: int, progress: dict[str, Any]) -> 
     os.close(descriptor)
 
 
+def _load_optimizer(optimizer: Any, state: Any) -> None:
+    # Two mends for torch's AdamW inside core's distributed optimiser, which was written for fused Adams without a `step`
+    # tensor: core looks for `step` among the checkpoint's tensors (it is in the groups, and loaded by then), and then leaves
+    # one tensor shared by all parameters, which every parameter's update would increment.
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "_set_main_param_and_optimizer_states"):
+            part._set_main_param_and_optimizer_states = functools.partial(_set_states, part)
+    optimizer.load_state_dict(state)
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:
+            for values in part.optimizer.state.values():
+                values["step"] = values["step"].clone()
+
+
+def _set_states(part: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    group, order = part.model_param_group_index_map[model_param]
+    main = part.optimizer.param_groups[group]["params"][order]
+    type(part)._set_main_param_and_optimizer_states(part, model_param, {"step": part.optimizer.state[main]["step"], **tensors})
+
+
 def load(path: Path, chunks: list[Any], optimizer: Any | None) -> dict[str, Any]:
     """Read a complete checkpoint into the model and, when given, the optimiser (collective). Returns its `progress`.
 
@@ -102,7 +149,7 @@ def load(path: Path, chunks: list[Any], optimizer: Any | None) -> dict[str, Any]
     for i, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state["model" if len(chunks) == 1 else f"model{i}"])
     if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer(optimizer, state["optimizer"])
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return manifest["progress"]
