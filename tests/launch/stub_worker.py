@@ -1,0 +1,32 @@
+"""A worker without torch: does what the environment of the test asks, for the launcher's tests."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from train.worker import worker
+
+config = Path(sys.argv[sys.argv.index("--config") + 1])
+run_dir, rank = config.parent, int(os.environ["RANK"])
+plan = json.loads(os.environ.get("STUB_PLAN", "{}"))
+
+with worker(run_dir, rank):
+    print(f"stub rank {rank} of {os.environ['WORLD_SIZE']}, threads {os.environ['OMP_NUM_THREADS']}, tty {sys.stdout.isatty()}", flush=True)
+    (run_dir / f"pid_{rank}").write_text(str(os.getpid()))
+    action = plan.get(str(rank))
+    if action == "raise":
+        raise RuntimeError("the stub was told to fail")
+    if action == "kill":
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "save":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if action in ("wait", "save") or plan.get("others") == "wait":
+        (run_dir / f"waiting_{rank}").touch()
+        time.sleep(60)
+    if rank == 0:
+        line = {"step": 1, "val_loss": float(os.environ.get("STUB_LOSS", "2.5"))}
+        (run_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
