@@ -67,6 +67,8 @@ def test_only_attention_depends_on_the_pattern() -> None:
 def test_an_unchecked_configuration_is_refused(size: str) -> None:
     with pytest.raises(ValueError, match=rf"model\.{size}=null: .*train\.config\.check"):
         train_flops_per_token(config(replace(GPT, **{size: None})), 64, True)
+    with pytest.raises(ValueError, match=r"moe\.ffn_width=null: .*train\.config\.check"):
+        train_flops_per_token(config(moe=MoeConfig(experts=4)), 64, True)
 
 
 @pytest.mark.parametrize(

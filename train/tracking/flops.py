@@ -9,27 +9,32 @@ documents remove more pairs, which are counted all the same. The vocabulary coun
 
 import numpy as np
 
+from moe.config import MoeConfig
 from train.config.check import attention_pattern
 from train.config.plan import count_parameters
 from train.config.schema import Config
+from train.model.config import ModelConfig
 from train.tracking.devices import device_peak_flops as device_peak_flops
 
 BACKWARD_AND_FORWARD = 3
 
 
-def _size(config: Config, name: str) -> int:
-    """A size of the model that `train.config.check` has filled in."""
-    value = getattr(config.model, name)
+def _size(section: ModelConfig | MoeConfig, name: str) -> int:
+    """A size that `train.config.check` has filled in."""
+    value = getattr(section, name)
     if value is None:
-        raise ValueError(f"model.{name}=null: counting needs the derived sizes; use the configuration that train.config.check returns")
+        key = f"{'moe' if isinstance(section, MoeConfig) else 'model'}.{name}"
+        raise ValueError(f"{key}=null: counting needs the derived sizes; use the configuration that train.config.check returns")
     return int(value)
 
 
 def multiplied_weights(config: Config) -> int:
     """Matrix weights that one token is multiplied with: all that it passes through but the norms and the looked-up embedding."""
-    width, vocab_size = config.model.width, _size(config, "vocab_size")
+    width, vocab_size = config.model.width, _size(config.model, "vocab_size")
     for name in ("kv_heads", "head_dim", "ffn_width"):
-        _size(config, name)
+        _size(config.model, name)
+    if config.moe.experts:
+        _size(config.moe, "ffn_width")
     norms = width * (2 * config.model.layers + 1)
     return count_parameters(config)["active"] - norms - (0 if config.model.tied else width * vocab_size)
 
@@ -50,7 +55,7 @@ def train_flops_per_token(config: Config, seq_len: int, pattern_aware: bool) -> 
     a kept pair costs a multiply-add of width head_dim for its score and one for its value.
     """
     pairs = float(attention_pairs(config, seq_len, pattern_aware).sum())
-    forward = 2 * multiplied_weights(config) + 4 * config.model.heads * _size(config, "head_dim") * pairs / seq_len
+    forward = 2 * multiplied_weights(config) + 4 * config.model.heads * _size(config.model, "head_dim") * pairs / seq_len
     return BACKWARD_AND_FORWARD * forward
 
 

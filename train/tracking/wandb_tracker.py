@@ -138,7 +138,7 @@ def _init(config: Config, run_dir: Path, identity: str, attempt: int, init: Call
         id=identity,
         dir=str(run_dir),  # wandb makes its own folder `wandb` in it
         mode="online" if online else "offline",
-        resume="allow" if online else None,  # offline the same id joins the attempts when they are uploaded
+        resume="allow",  # offline too: the attempts' folders become one run when they are uploaded
         config={**asdict(config), "attempt": attempt},
         settings=settings,
     )
