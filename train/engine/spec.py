@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from s2.megatron import S2CoreAttention
+from train.config.check import attention_pattern
 from train.config.schema import Config
 from train.engine.norm import RMSNorm
-from train.model.layers import attention_pattern, moe_layer_numbers
 
 
 def _mlp() -> Any:
@@ -67,6 +67,6 @@ def block_spec(config: Config, core: Any, vp_stage: int | None, pp_rank: int) ->
     """Specs of the layers that stage `pp_rank`, chunk `vp_stage` holds; layers are told apart by their global number."""
     first = get_transformer_layer_offset(core, vp_stage, pp_rank)
     count = get_num_layers_to_build(core, vp_stage, pp_rank)
-    moe = set(moe_layer_numbers(config))
+    moe = set(config.moe.blocks(config.model.layers))
     layers: Sequence[ModuleSpec] = [_layer(config, number in moe) for number in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=list(layers), layer_norm=RMSNorm)

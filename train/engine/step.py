@@ -15,19 +15,8 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from train.data.dataset import Batch
 from train.engine.parallel import Ranks
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """A micro-batch on the rank's device: tokens, targets, positions (b, s) int64; loss_mask (b, s) float32; cu_seqlens (n+1,) int32."""
-
-    tokens: Tensor
-    targets: Tensor
-    loss_mask: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor | None
-    target_bytes: float
 
 
 @dataclass(frozen=True)
@@ -40,8 +29,13 @@ class StepResult:
     grad_norm: float
     updated: bool
 
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss in bits a byte of the targets' text."""
+        return self.loss * self.tokens / math.log(2) / max(self.target_bytes, 1.0)
 
-def _loss(batch: DeviceBatch, sums: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict]:
+
+def _loss(batch: Batch, sums: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict]:
     mask = batch.loss_mask
     # where, not multiplication: a masked token's loss may be infinite and must still count nothing.
     total = torch.where(mask > 0, losses.float() * mask, 0.0).sum()
@@ -50,14 +44,14 @@ def _loss(batch: DeviceBatch, sums: Tensor, losses: Tensor) -> tuple[Tensor, Ten
     return total, count.to(torch.int), {}
 
 
-def _forward_step(sums: Tensor, iterator: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable]:
+def _forward_step(sums: Tensor, iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callable]:
     batch = next(iterator)
     output = model(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets)
     return output, functools.partial(_loss, batch, sums)
 
 
 def run_micro_batches(
-    chunks: list[Any], batches: Callable[[], Iterator[DeviceBatch]], ranks: Ranks, micro_batches: int, rows: int, seq_len: int, *, train: bool
+    chunks: list[Any], batches: Callable[[], Iterator[Batch]], ranks: Ranks, micro_batches: int, rows: int, seq_len: int, *, train: bool
 ) -> Tensor:
     """Forward (and backward) all micro-batches. Returns (loss sum, valid tokens, bytes) of this rank's data, float64, on its device.
 
@@ -88,7 +82,7 @@ def _total(sums: Tensor, ranks: Ranks) -> list[float]:
 def train_step(
     chunks: list[Any],
     optimizer: Any,
-    batches: Callable[[], Iterator[DeviceBatch]],
+    batches: Callable[[], Iterator[Batch]],
     ranks: Ranks,
     *,
     micro_batches: int,
@@ -126,7 +120,7 @@ def clip_and_step(optimizer: Any, norm: float) -> None:
 @torch.no_grad()
 def evaluate(
     chunks: list[Any],
-    batches: Callable[[int], Callable[[], Iterator[DeviceBatch]]],
+    batches: Callable[[int], Callable[[], Iterator[Batch]]],
     ranks: Ranks,
     *,
     steps: int,

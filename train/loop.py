@@ -1,0 +1,255 @@
+"""The training loop: data, steps, evaluation, checkpoints and figures of one run, on every rank.
+
+All decisions that ranks must share (skip a bad step, stop, save) follow from numbers that are already equal on all of them.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from train.checkpoint.directory import newest_complete, prune
+from train.config.schema import Config
+from train.data.dataset import Batch, BatchSource
+from train.data.entropy import bigram_bits_per_byte
+from train.data.tokenizer import load_tokenizer
+from train.engine import checkpoint
+from train.engine.build import build_model, build_optimizer
+from train.engine.layout import ParallelLayout
+from train.engine.parallel import Ranks
+from train.engine.step import StepResult, evaluate, train_step
+from train.optim import learning_rate
+from train.tracking.build import build_trackers
+from train.tracking.flops import UtilisationMeter
+from train.tracking.protocol import NullTracker, Tracker
+
+CHECKPOINTS = "checkpoints"
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; the message says why and what to change."""
+
+
+@dataclass
+class Progress:
+    """Where the run stands; stored in each checkpoint."""
+
+    step: int = 0
+    """Optimiser steps taken or skipped."""
+    tokens: int = 0
+    """Valid target tokens seen."""
+    skipped: int = 0
+    """Steps skipped for a NaN or infinite loss or gradient."""
+    skipped_in_a_row: int = 0
+    """Of these, the ones since the last good step."""
+
+
+@dataclass
+class Clock:
+    """Seconds of the parts of a step, since the last log line."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def time(self, name: str, work: Callable[[], Any]) -> Any:
+        """Call `work` and add its wall time, device work included, to `<name>_seconds`."""
+        started = time.perf_counter()
+        result = work()
+        self.parts[f"{name}_seconds"] = self.parts.get(f"{name}_seconds", 0.0) + time.perf_counter() - started
+        return result
+
+    def take(self) -> dict[str, float]:
+        """Return the parts and start again at zero."""
+        parts, self.parts = self.parts, {}
+        return parts
+
+
+class Trainer:
+    """One run on one rank, from built model to last checkpoint."""
+
+    def __init__(self, config: Config, run_dir: Path, attempt: int, ranks: Ranks, tracker: Tracker) -> None:
+        self.config, self.run_dir, self.ranks, self.tracker = config, run_dir, ranks, tracker
+        self.layout = ParallelLayout.build(config, ranks.world)
+        self.micro_batches = self.layout.micro_batches(config)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        self.source = BatchSource(config.data, tokenizer, config.train.seq_len, config.train.seed, "train")
+        self.validation = (
+            BatchSource(config.data, tokenizer, config.train.seq_len, config.train.seed, "validation") if config.train.eval_steps else None
+        )
+        self.reference = _bigram(config, tokenizer) if ranks.is_first else {}
+        self.chunks = build_model(config, ranks)
+        self.optimizer = build_optimizer(config, ranks, self.chunks)
+        self.progress = Progress()
+        self.clock = Clock()
+        self.load = self._expert_load()
+        device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else None
+        self.meter = UtilisationMeter(config, ranks.world, device)
+
+    def _expert_load(self) -> Any:
+        if not self.config.moe.experts:
+            return None
+        from moe.megatron import ExpertLoad
+
+        return ExpertLoad([checkpoint.unwrap(chunk) for chunk in self.chunks], self.config.model.layers, self.config.moe.experts)
+
+    def resume(self) -> None:
+        """Go on from the newest complete checkpoint of the run, if there is one; incomplete ones are passed over with a word."""
+        path, skipped = newest_complete(self.run_dir / CHECKPOINTS)
+        if self.ranks.is_first:
+            for line in skipped:
+                print(line, flush=True)
+        if path is None:
+            return
+        stored = checkpoint.load(path, self.chunks, self.optimizer)
+        if stored["data"] != self.source.fingerprint()["digest"]:
+            raise TrainingStopped(f"{path}: it was written with other data; give back the data sets of that run, or start a new one")
+        self.progress = Progress(**stored["progress"])
+        if self.ranks.is_first:
+            print(f"going on from {path}", flush=True)
+
+    def run(self) -> None:
+        """Train from the current step to the last one. Raises TrainingStopped when too many steps in a row were bad."""
+        train = self.config.train
+        started = time.perf_counter()
+        logged_step, logged_tokens = self.progress.step, self.progress.tokens
+        while self.progress.step < train.steps:
+            result, lr = self._step()
+            step = self.progress.step
+            if step % train.log_every == 0 or step == train.steps or not result.updated:
+                elapsed = time.perf_counter() - started
+                steps, tokens = step - logged_step, self.progress.tokens - logged_tokens
+                self.tracker.log(self._figures(result, lr, elapsed / steps, tokens / elapsed))
+                started, logged_step, logged_tokens = time.perf_counter(), step, self.progress.tokens
+            self._stop_if_hopeless(result)
+            last = step == train.steps
+            if self.validation is not None and (last or (train.eval_every and step % train.eval_every == 0)):
+                self._evaluate()
+                started, logged_step, logged_tokens = time.perf_counter(), step, self.progress.tokens
+            every = self.config.checkpoint.every
+            if last or (every and step % every == 0):
+                self.clock.time("checkpoint", self.save)
+
+    def _step(self) -> tuple[StepResult, float]:
+        progress, train = self.progress, self.config.train
+        lr = learning_rate(self.config.optim, progress.step + 1, train.steps)
+        batches = self.clock.time("data", lambda: self._micro_batches(self.source, progress.step))
+        result = self.clock.time(
+            "compute",
+            lambda: train_step(
+                self.chunks,
+                self.optimizer,
+                lambda: iter(batches),
+                self.ranks,
+                micro_batches=self.micro_batches,
+                rows=train.micro_batch,
+                seq_len=train.seq_len,
+                lr=lr,
+            ),
+        )
+        progress.step += 1
+        progress.tokens += result.tokens
+        progress.skipped += not result.updated
+        progress.skipped_in_a_row = 0 if result.updated else progress.skipped_in_a_row + 1
+        return result, lr
+
+    def _micro_batches(self, source: BatchSource, step: int) -> list[Batch]:
+        """This data-parallel rank's micro-batches of `step` (0-based): its contiguous share of the step's samples."""
+        ids = source.sample_ids(step, self.config.train.global_batch)
+        rows = self.config.train.micro_batch
+        first = self.ranks.dp_rank * self.micro_batches
+        return [
+            source.rows(ids[k * rows : (k + 1) * rows]).to(self.ranks.device, non_blocking=True)
+            for k in range(first, first + self.micro_batches)
+        ]
+
+    def _figures(self, result: StepResult, lr: float, step_seconds: float, tokens_per_second: float) -> dict[str, Any]:
+        figures: dict[str, Any] = {
+            "step": self.progress.step,
+            "tokens": self.progress.tokens,
+            "loss": result.loss,
+            "bits_per_byte": result.bits_per_byte,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": step_seconds,
+            "skipped_steps": self.progress.skipped,
+            **self.meter.figures(tokens_per_second),
+            **self.clock.take(),
+        }
+        if self.ranks.device.type == "cuda":
+            figures["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if self.load is not None:
+            counts = self.load.collect(dist.group.WORLD)
+            figures["expert_load"] = {str(layer - 1): (n / n.sum()).tolist() for layer, n in counts.items()}
+        return figures
+
+    def _stop_if_hopeless(self, result: StepResult) -> None:
+        limit = self.config.train.max_bad_steps
+        if not result.updated and self.progress.skipped_in_a_row > limit:
+            raise TrainingStopped(
+                f"train.max_bad_steps={limit}: {self.progress.skipped_in_a_row} steps in a row had a NaN or infinite loss or gradient "
+                f"(last: step {self.progress.step}, loss {result.loss}, gradient norm {result.grad_norm}); "
+                "lower optim.lr or look at the data"
+            )
+
+    def _evaluate(self) -> None:
+        assert self.validation is not None
+        train, source = self.config.train, self.validation
+
+        def batches(step: int) -> Callable[[], Iterator[Batch]]:
+            rows = self._micro_batches(source, step)
+            return lambda: iter(rows)
+
+        loss, bits = self.clock.time(
+            "evaluation",
+            lambda: evaluate(
+                self.chunks,
+                batches,
+                self.ranks,
+                steps=train.eval_steps,
+                micro_batches=self.micro_batches,
+                rows=train.micro_batch,
+                seq_len=train.seq_len,
+            ),
+        )
+        self.tracker.log({"step": self.progress.step, "val_loss": loss, "val_bits_per_byte": bits, **self.reference})
+
+    def save(self) -> None:
+        """Write a checkpoint of the current step and prune the old ones."""
+        directory = self.run_dir / CHECKPOINTS
+        stored = {"progress": vars(self.progress), "data": self.source.fingerprint()["digest"]}
+        path = checkpoint.save(directory, self.progress.step, self.chunks, self.optimizer, stored)
+        if self.ranks.is_first:
+            prune(directory, self.config.checkpoint.keep)
+            print(f"checkpoint {path}", flush=True)
+
+
+def _bigram(config: Config, tokenizer: Any) -> dict[str, float]:
+    """The demo corpus's bigram entropy, which a model that uses its context must beat; {} for other data."""
+    if config.data.paths or not config.data.demo:
+        return {}
+    from train.data.demo import ensure_demo_corpus
+
+    return {"bigram_bits_per_byte": bigram_bits_per_byte(ensure_demo_corpus(config.data), tokenizer)}
+
+
+def pretrain(config: Config, run_dir: Path, attempt: int, resumed: bool, ranks: Ranks, tracker: Tracker | None = None) -> Progress:
+    """Run one pretraining run to its last step on this rank (collective). Returns where it stands.
+
+    `tracker` replaces the configured ones, for tests.
+    """
+    if tracker is None:
+        tracker = build_trackers(config, run_dir, attempt) if ranks.is_first else NullTracker()
+    status = "failed"
+    try:
+        trainer = Trainer(config, run_dir, attempt, ranks, tracker)
+        if resumed:
+            trainer.resume()
+        trainer.run()
+        status = "completed"
+        return trainer.progress
+    finally:
+        tracker.finish(status)
