@@ -15,6 +15,7 @@ from train.checkpoint.directory import list_checkpoints, newest_complete
 from train.config.compose import load_config
 from train.config.errors import ConfigError
 from train.config.schema import Config
+from train.worker import quiet_dependencies
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +40,13 @@ def main(argv: Sequence[str]) -> int:
 
     model = load_model(config, path)
     text = generate(
-        model, config, arguments.prompt, tokens=arguments.tokens, temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed
+        model,
+        config,
+        arguments.prompt,
+        tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
     )
     print(text)
 
@@ -67,6 +74,7 @@ def _checkpoint(run: Path, step: int | None) -> Path:
 
 def load_model(config: Config, path: Path) -> Any:
     """The run's model with the weights of a checkpoint, whole in this process, in evaluation mode. Starts a world of one."""
+    quiet_dependencies()
     from train.engine import checkpoint, parallel
     from train.engine.build import build_model
 

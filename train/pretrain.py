@@ -1,18 +1,16 @@
 """The program of each rank of a pretraining run.
 
-    torchrun --nproc-per-node 2 -m train.pretrain experiment=demo      # by hand
-    leantron pretrain experiment=demo                                  # the launcher starts the same, from a written configuration
+torchrun --nproc-per-node 2 -m train.pretrain experiment=demo      # by hand
+leantron pretrain experiment=demo                                  # the launcher starts the same, from a written configuration
 """
 
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 
 from train.config.errors import ConfigError
 from train.config.publish import resolve
-from train.worker import worker
+from train.worker import quiet_dependencies, worker
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     rank = int(os.environ.get("RANK", "0"))
     with worker(resolved.run_dir, rank):
-        _quiet()
+        quiet_dependencies()
         from train.engine import parallel
 
         device = parallel.init_process_group(resolved.config.train.timeout)
@@ -34,12 +32,6 @@ def main(argv: Sequence[str]) -> int:
         pretrain(resolved.config, resolved.run_dir, resolved.attempt, resolved.resumed, ranks)
         parallel.shutdown()
     return 0
-
-
-def _quiet() -> None:
-    # Megatron-core warns on import about Transformer Engine and Apex, which we do not use, and about its own deprecations.
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,13 @@ def die_with_parent(death_signal: signal.Signals = signal.SIGKILL, parent: int |
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), death_signal)
+
+
+def quiet_dependencies() -> None:
+    """Silence what Megatron-core and torch say about packages that we do not use (Transformer Engine, Apex) and about themselves."""
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def log_path(run_dir: Path, rank: int) -> Path:

@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint import save as save_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from train.checkpoint.directory import MANIFEST, checkpoint_path, manifest_of
 from train.checkpoint.safety import check_metadata

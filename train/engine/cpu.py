@@ -131,8 +131,8 @@ def _patch_torch_cuda() -> None:
     for name, value in replacements.items():
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = replacements["get_rng_state"]
-    torch.cuda.nvtx.range_push = lambda *_: 0  # type: ignore[assignment]
-    torch.cuda.nvtx.range_pop = lambda: 0  # type: ignore[assignment]
+    torch.cuda.nvtx.range_push = lambda *_: 0
+    torch.cuda.nvtx.range_pop = lambda: 0
     torch.Tensor.cuda = _stay  # type: ignore[assignment]
     torch.Tensor.type = _legacy_type  # type: ignore[assignment]
 

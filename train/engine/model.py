@@ -82,9 +82,7 @@ class LanguageModel(LanguageModule):
         """Hidden states (s, b, h) from the stage before; core's schedules pass a list of one."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None, targets: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         """Loss of each token (b, s) float32; logits (b, s, v/tp) without `targets`; hidden states (s, b, h) before the last stage.
 
         tokens, positions, targets: (b, s) int64. cu_seqlens: (n + 1,) int32 document bounds over the flattened b * s tokens,
@@ -92,7 +90,9 @@ class LanguageModel(LanguageModule):
         """
         hidden = self.embedding(input_ids=tokens, position_ids=positions) if self.pre_process else None
         hidden = self.decoder(
-            hidden_states=hidden, attention_mask=cu_seqlens, rotary_pos_emb=rotary_angles(positions, self.config.kv_channels, self.rope_base)
+            hidden_states=hidden,
+            attention_mask=cu_seqlens,
+            rotary_pos_emb=rotary_angles(positions, self.config.kv_channels, self.rope_base),
         )
         if not self.post_process:
             return hidden

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from train.config.schema import Config
 
@@ -48,7 +49,7 @@ def init_process_group(timeout_seconds: float) -> torch.device:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store: dist.Store = dist.TCPStore(
+        store: Store = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             world,
@@ -56,9 +57,9 @@ def init_process_group(timeout_seconds: float) -> torch.device:
             timeout=timeout,
             multi_tenant=True,
         )
-        store = dist.PrefixStore(f"leantron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = PrefixStore(f"leantron/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     else:
-        rank, world, store = 0, 1, dist.HashStore()
+        rank, world, store = 0, 1, HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return device
 

@@ -25,9 +25,7 @@ from train.engine.norm import RMSNorm
 
 
 def _mlp() -> Any:
-    return functools.partial(
-        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
+    return functools.partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
 
 
 def _layer(config: Config, is_moe: bool) -> ModuleSpec:
@@ -36,9 +34,7 @@ def _layer(config: Config, is_moe: bool) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=functools.partial(
-                S2CoreAttention, pattern=attention_pattern(config), backend=config.attention.backend
-            ),
+            core_attention=functools.partial(S2CoreAttention, pattern=attention_pattern(config), backend=config.attention.backend),
             linear_proj=RowParallelLinear,
             q_layernorm=IdentityOp,
             k_layernorm=IdentityOp,
