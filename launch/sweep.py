@@ -40,10 +40,10 @@ def sweep(overrides: Sequence[str], dry_run: bool = False, worker: Sequence[str]
     """Run a sweep; returns 0, or 1 when a job failed. Raises ConfigError before the first job when one of them cannot run."""
     name, given = _sweep_name(overrides)
     jobs = _known_jobs([*overrides, *given])
-    for number, job in enumerate(jobs):
-        config = _checked(compose(job), number)
-        print(f"job {number}: {config.run.dir}  {' '.join(text for text in job if text not in given)}")
+    places = [_checked(compose(job), number).run.dir for number, job in enumerate(jobs)]
     if dry_run:
+        for number, (place, job) in enumerate(zip(places, jobs, strict=True)):
+            print(f"job {number}: {place}  {' '.join(text for text in job if text not in given)}")
         return 0
     task = partial(run_job, worker=tuple(worker))
     try:
