@@ -5,7 +5,7 @@ All decisions that ranks must share (skip a bad step, stop, save) follow from nu
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +161,7 @@ class Trainer:
         rows = self.config.train.micro_batch
         first = self.ranks.dp_rank * self.micro_batches
         return [
-            source.rows(ids[k * rows : (k + 1) * rows]).to(self.ranks.device, non_blocking=True)
-            for k in range(first, first + self.micro_batches)
+            _on_device(source.rows(ids[k * rows : (k + 1) * rows]), self.ranks.device) for k in range(first, first + self.micro_batches)
         ]
 
     def _figures(self, result: StepResult, lr: float, step_seconds: float, tokens_per_second: float) -> dict[str, Any]:
@@ -225,6 +224,11 @@ class Trainer:
         if self.ranks.is_first:
             prune(directory, self.config.checkpoint.keep)
             print(f"checkpoint {path}", flush=True)
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    # Document bounds stay on the host: attention back ends that read them there would wait for the device in every layer.
+    return replace(batch.to(device, non_blocking=True), cu_seqlens=batch.cu_seqlens)
 
 
 def _bigram(config: Config, tokenizer: Any) -> dict[str, float]:
