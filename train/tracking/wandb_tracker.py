@@ -97,12 +97,15 @@ class WandbTracker:
 
     def finish(self, status: str) -> None:
         """Close the wandb run; raise TimeoutError when an upload takes longer than the start was allowed to."""
+        import wandb
+
         outcome: dict[str, BaseException] = {}
 
         def end() -> None:
             try:
                 self._run.summary["status"] = status
                 self._run.finish(exit_code=1 if status == "failed" else 0)
+                wandb.teardown()  # an offline finish returns before the file is whole; this waits for the service to end
             except BaseException as error:
                 outcome["error"] = error
 
