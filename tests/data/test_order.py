@@ -170,6 +170,8 @@ def test_epochs_and_seeds_differ(write_documents) -> None:
     assert first != second and first != other
     # Not only the rows' order: the documents meet in other rows.
     assert sorted(first) != sorted(second) and sorted(first) != sorted(other)
+    rows = [[unpack_id(i)[2] for i in source.sample_ids(epoch, source.total_rows)] for epoch in range(3)]
+    assert rows[0] != rows[1] != rows[2] and all(sorted(order) == list(range(source.total_rows)) for order in rows)
     epochs = [unpack_id(i)[1] for i in source.sample_ids(0, 3 * source.total_rows)]
     assert epochs == sorted(epochs) and set(epochs) == {0, 1, 2}
 
@@ -196,7 +198,7 @@ def test_splits_share_no_document(write_documents) -> None:
         return {t for batch in epoch_batches(source, 0) for t in batch.tokens.flatten().tolist()} - {BYTE.eod}
 
     held_out = seen(validation)
-    assert len(held_out) == 10
+    assert held_out == {6, 10, 13, 14, 16, 22, 27, 30, 35, 38}  # the same in every process and version: old runs rely on it
     assert seen(train) | held_out == set(range(len(documents))) and not seen(train) & held_out
     assert train.total_tokens + validation.total_tokens == sum(map(len, documents))
     # The split is the same for every seed: runs can be compared, and evaluation never reads what was trained on.
@@ -290,8 +292,8 @@ def test_no_data_is_refused() -> None:
 
 
 def test_an_id_beyond_the_vocabulary_names_the_file(write_documents) -> None:
-    source = source_of(config_of(write_documents([[1, 2, 300]] * 8)))
-    with pytest.raises(DataError, match=r"data\.bin: expected token ids from 0 to 256, found id 300; "):
+    source = source_of(config_of(write_documents([[1, 2, 257]] * 8)))
+    with pytest.raises(DataError, match=r"data\.bin: expected token ids from 0 to 256, found id 257; "):
         source.rows(source.sample_ids(0, 1))
 
 
