@@ -14,8 +14,8 @@ class OptimConfig:
     """Learning rate at the end of the decay."""
     schedule: str = "cosine"
     """`cosine`, `wsd` (warm-up, stable, linear decay) or `constant`; each begins with a linear warm-up."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
+    warmup_steps: int | None = 0
+    """Steps of linear warm-up from 0; null: a twentieth of train.steps."""
     decay_steps: int | None = None
     """Steps of the final decay of `wsd`; null: a tenth of train.steps."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -34,13 +34,14 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     Warm-up rises linearly and reaches `lr` at step `warmup_steps`. `cosine` then falls to `min_lr` at `total_steps`;
     `wsd` stays at `lr` and falls linearly over the last `decay_steps`; `constant` stays.
     """
-    if config.warmup_steps and step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+    warmup = config.warmup_steps if config.warmup_steps is not None else total_steps // 20
+    if step <= warmup:
+        return config.lr * step / warmup
     if config.schedule == "constant":
         return config.lr
     if config.schedule == "cosine":
-        span = max(1, total_steps - config.warmup_steps)
-        progress = min(1.0, (step - config.warmup_steps) / span)
+        span = max(1, total_steps - warmup)
+        progress = min(1.0, (step - warmup) / span)
         return config.min_lr + 0.5 * (config.lr - config.min_lr) * (1.0 + math.cos(math.pi * progress))
     if config.schedule == "wsd":
         decay = config.decay_steps if config.decay_steps is not None else max(1, total_steps // 10)

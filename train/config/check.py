@@ -169,12 +169,13 @@ def _check_optim(optim: OptimConfig, train: TrainConfig) -> None:
         raise ConfigError("optim.betas", optim.betas, "decay rates are at least 0 and under 1", "write optim.betas=[0.9,0.95]")
     if optim.min_lr > optim.lr:
         raise ConfigError("optim.min_lr", optim.min_lr, f"exceeds optim.lr={optim.lr}", "use a smaller min_lr")
-    if optim.warmup_steps > train.steps:
+    warmup = optim.warmup_steps if optim.warmup_steps is not None else train.steps // 20
+    if warmup > train.steps:
         raise ConfigError("optim.warmup_steps", optim.warmup_steps, f"exceeds train.steps={train.steps}", "use a shorter warm-up")
     if optim.schedule == "wsd":
         decay = optim.decay_steps if optim.decay_steps is not None else max(1, train.steps // 10)
-        if optim.warmup_steps + decay > train.steps:
-            rule = f"optim.warmup_steps={optim.warmup_steps} and {decay} steps of decay exceed train.steps={train.steps}"
+        if warmup + decay > train.steps:
+            rule = f"optim.warmup_steps={warmup} and {decay} steps of decay exceed train.steps={train.steps}"
             raise ConfigError("optim.decay_steps", optim.decay_steps, rule, "shorten one of them")
     elif optim.decay_steps is not None:
         raise ConfigError(
