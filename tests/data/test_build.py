@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -202,6 +201,4 @@ from train.data.dataset import BatchSource
 build_dataset([{str(tmp_path / "a.txt")!r}], {str(tmp_path / "set")!r}, "byte")
 assert "torch" not in sys.modules
 """
-    started = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
-    assert time.monotonic() - started < 20

@@ -62,8 +62,8 @@ class Batch:
     """(rows, seq_len) float32; 0 where the target is another document's or padding."""
     positions: "torch.Tensor"
     """(rows, seq_len) int64, from 0 in each document's piece."""
-    cu_seqlens: "torch.Tensor"
-    """(n + 1,) int32 bounds of the pieces over the flattened rows * seq_len tokens; each row's end is one."""
+    cu_seqlens: "torch.Tensor | None"
+    """(n + 1,) int32 bounds of the pieces over the flattened rows * seq_len tokens; each row's end is one. None: a row is one piece."""
     sample_ids: list[int]
     """The ids that were asked for."""
     target_bytes: float
@@ -71,7 +71,7 @@ class Batch:
 
     def to(self, device: "torch.device | str", non_blocking: bool = False) -> "Batch":
         """Return the batch with its tensors on `device`."""
-        names = ("tokens", "targets", "loss_mask", "positions", "cu_seqlens")
+        names = ["tokens", "targets", "loss_mask", "positions"] + ["cu_seqlens"] * (self.cu_seqlens is not None)
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names})
 
 

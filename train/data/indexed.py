@@ -124,7 +124,7 @@ class IndexedFile:
         self.starts: NDArray[np.int64] = ends[:-1][kept]
         if not self.lengths.size:
             raise DataError(self.idx_path, "at least one document with a token", f"{document_lengths.size} documents, 0 tokens", _REBUILD)
-        self.tokens: NDArray[np.integer] = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
+        self.tokens: NDArray[np.integer] = np.asarray(np.memmap(self.bin_path, dtype=self.dtype, mode="r"))
 
     def _read_index(self) -> tuple[type[np.integer], NDArray[np.int32], NDArray[np.int64]]:
         """Return dtype, tokens of each sequence and document bounds, or raise a DataError that names the index."""
