@@ -23,7 +23,7 @@ def test_one_element_is_the_same_alone_or_in_company(n: int, key: int, data: st.
 
 
 def test_values_that_old_runs_rely_on() -> None:
-    """A change of these numbers changes what every resumed run reads: it needs a new name in `fingerprint`."""
+    """A change of these numbers changes what every resumed run reads: raise `ORDER_VERSION` with it."""
     assert mix_key("train", "rows", 1234, 0, 0) == 12401459923947063344
     assert permutation(10, 1).tolist() == [8, 0, 6, 7, 9, 4, 2, 5, 1, 3]
     assert permute(np.array([0, 1, 10**9]), 2**33 + 7, 2**64 - 1).tolist() == [4673571960, 6842051857, 3061496810]

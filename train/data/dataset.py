@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation"]
 
+ORDER_VERSION = 1
+"""Raised whenever the same settings and files would give other samples, so that a checkpoint of before is not resumed silently."""
+
 # A sample id is data set (11 bits), epoch (16) and row (36): a positive int64 that says which text it is.
 _ROW_BITS, _EPOCH_BITS, _SET_BITS = 36, 16, 11
 
@@ -265,6 +268,7 @@ class BatchSource:
         """Return what determines the samples, for checkpoints: compare `digest`, which leaves out where the files lie."""
         identities = [data.identity for data in self._sets]
         facts: dict[str, Any] = {
+            "order": ORDER_VERSION,
             "tokenizer": self._tokenizer.name,
             "seq_len": self._seq_len,
             "seed": self._seed,
