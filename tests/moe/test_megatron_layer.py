@@ -270,6 +270,33 @@ def test_auxiliary_losses_do_not_grow_with_accumulation(ranks: RankPools) -> Non
     assert 0.5 < split / whole < 2.5
 
 
+LOSSES = {"moe_aux_loss_coeff": 0.05, "moe_z_loss_coeff": 1e-2}
+
+
+def with_losses(ep: int, tp: int) -> dict[str, Tensor]:
+    return train_once(ep, tp, **LOSSES)
+
+
+def accumulated(pieces: int) -> dict[str, Tensor]:
+    """Gradients of one rank that takes the tokens in `pieces` micro-batches, auxiliary losses on."""
+    layer = build(**LOSSES)
+    up = torch.randn(TOKENS, 1, WIDTH, generator=torch.Generator().manual_seed(2))
+    for x, u in zip(tokens().chunk(pieces), up.chunk(pieces), strict=True):
+        layer(x)[0].backward(u)
+    return {"router": layer.router.weight.grad, "w_in": layer.experts.w_in.grad, "w_out": layer.experts.w_out.grad}
+
+
+@pytest.mark.parametrize(("ep", "tp", "pieces"), [(2, 1, 2), (1, 1, 2), (1, 2, 1)])
+def test_with_auxiliary_losses_ranks_equal_what_one_accumulates(ranks: RankPools, ep: int, tp: int, pieces: int) -> None:
+    # Data ranks split the tokens as micro-batches do; sequence-parallel ranks balance over their tokens together.
+    (one,) = ranks(1).run(accumulated, pieces)
+    (plain,) = ranks(1).run(train_once, 1)
+    assert (one["router"] - plain["router"]).norm() > 0.01 * plain["router"].norm()
+    for two in ranks(2).run(with_losses, ep, tp):
+        for name in one:
+            torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
+
+
 def test_a_checkpoint_of_two_expert_parallel_ranks_loads_on_one_and_back(ranks: RankPools, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     folder.mkdir()

@@ -1,0 +1,49 @@
+"""Sites of a federation for tests: plans, what a site holds, and sites as threads of one process."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.exchange import Exchange, Hub
+from moe.outer import Named
+from moe.residency import ResidencyPlan
+
+
+def build_plan(sites: int, replication: int, experts: int = 4, policy: str = "contiguous", layers: int = 1) -> ResidencyPlan:
+    return ResidencyPlan.build(experts, sites, replication, policy, 0, layers)
+
+
+def at_sites(count: int, job: Callable[[Exchange], Any]) -> list[Any]:
+    """`job` at each of `count` sites, threads of this process."""
+    hub = Hub(count)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda site: job(hub.exchange(site)), range(count)))
+
+
+class Alone:
+    """A federation of one: any exchange would be a fault."""
+
+    site = 0
+
+    def sum(self, group: tuple[int, ...], tensors: list[Tensor], *, exact: bool = False) -> None:
+        raise AssertionError("nothing to exchange")
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def experts_of(plan: ResidencyPlan, site: int, start: float) -> dict[str, Named]:
+    """Everything a site of one-number experts holds: a dense weight, all router rows, its experts; each at its own start."""
+    named = {"dense": Named(torch.full((2,), start), "dense")}
+    for layer in plan.layers:
+        rows = torch.full((plan.num_experts, 1), start)
+        for expert in range(plan.num_experts):
+            named[f"router.{layer}.{expert}"] = Named(rows[expert], "router_row", layer, expert)
+        stack = torch.full((len(plan.resident(site, layer)), 3), start)
+        for slot, expert in enumerate(plan.resident(site, layer)):
+            named[f"expert.{layer}.{expert}"] = Named(stack[slot], "expert", layer, expert)
+    return named
