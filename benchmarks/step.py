@@ -113,10 +113,9 @@ def our_step(config: Config) -> Callable[[Tensor, Tensor], Any]:
     rows, seq = config.train.micro_batch, config.train.seq_len
     positions = torch.arange(seq, device="cuda").expand(rows, seq)
     mask = torch.ones(rows, seq, device="cuda")
-    bounds = torch.arange(0, rows * seq + 1, seq, dtype=torch.int32)
 
     def step(tokens: Tensor, targets: Tensor) -> Any:
-        batch = Batch(tokens, targets, mask, positions, bounds, [], 1.0)
+        batch = Batch(tokens, targets, mask, positions, None, [], 1.0)
         result = train_step(chunks, optimizer, lambda: iter([batch]), ranks, micro_batches=1, rows=rows, seq_len=seq, lr=3e-4)
         return torch.tensor(result.loss)
 

@@ -34,7 +34,9 @@ def attend(
     if documents is None:
         mask = _block_mask(pattern, q.shape[1], k.shape[1], q.device)
     else:
-        mask = _document_mask(pattern, documents)
+        assert isinstance(pattern, S2Pattern), "backends.py sends no custom mask here"
+        # The layers of a step share one mask; bounds that lie on the host are compared without waiting for the device.
+        mask = _document_mask(pattern, tuple(documents.cu_q.tolist()), q.device)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     gqa = q.shape[1] != k.shape[1]
     out, lse = _compiled()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa, return_lse=True)
@@ -101,12 +103,13 @@ def _index(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return counts.contiguous(), indices.contiguous()
 
 
-def _document_mask(pattern: S2Pattern | BlockMask, documents: Documents) -> Any:
+@lru_cache(maxsize=8)
+def _document_mask(pattern: S2Pattern, bounds: tuple[int, ...], device: torch.device) -> Any:
     """Block mask of packed documents, evaluated by torch's compiled builder (documents cut the pattern at any position)."""
-    assert isinstance(pattern, S2Pattern), "backends.py sends no custom mask here"
-    cu, device = documents.cu_q, documents.cu_q.device
-    owner = torch.bucketize(torch.arange(documents.q_len, device=device, dtype=torch.int32), cu[1:], right=True)
-    start = cu[:-1].to(torch.int64)[owner]
+    cu = torch.tensor(bounds, device=device)
+    length = bounds[-1]
+    owner = torch.bucketize(torch.arange(length, device=device), cu[1:], right=True)
+    start = cu[:-1][owner]
     residue = torch.tensor(pattern.residues(), device=device)
     block, local, stride = pattern.block_size, pattern.local_blocks, pattern.stride
 
@@ -115,4 +118,4 @@ def _document_mask(pattern: S2Pattern | BlockMask, documents: Documents) -> Any:
         near = (i - j < local) | (residue[h] == DENSE) | (j % stride == residue[h])
         return (owner[t_q] == owner[t_k]) & (t_k <= t_q) & near
 
-    return flex.create_block_mask(stripes, None, pattern.local_heads, documents.q_len, documents.k_len, device=device, _compile=True)
+    return flex.create_block_mask(stripes, None, pattern.local_heads, length, length, device=device, _compile=True)

@@ -228,7 +228,11 @@ class Trainer:
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:
     # Document bounds stay on the host: attention back ends that read them there would wait for the device in every layer.
-    return replace(batch.to(device, non_blocking=True), cu_seqlens=batch.cu_seqlens)
+    # Rows of one document each need none.
+    bounds = batch.cu_seqlens
+    if bounds is not None and bounds.numel() == batch.tokens.shape[0] + 1:
+        bounds = None
+    return replace(replace(batch, cu_seqlens=None).to(device, non_blocking=True), cu_seqlens=bounds)
 
 
 def _bigram(config: Config, tokenizer: Any) -> dict[str, float]:
