@@ -95,8 +95,9 @@ def test_lone_surrogates_in_json(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "set") == ["a\ufffd b"]
 
 
-def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
-    texts = [f"document {i} " + "é" * (i % 700) for i in range(8000)]  # several chunks
+def test_the_number_of_workers_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.data.build._CHUNK_CHARACTERS", 1 << 12)
+    texts = [f"document {i} " + "é" * (i % 700) for i in range(400)]  # 30 chunks and more: the queue fills
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     assert build_dataset([source], tmp_path / "one", "byte") == build_dataset([source], tmp_path / "two", "byte", workers=2)
     for suffix in (".bin", ".idx"):
@@ -109,6 +110,15 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     manifest = build_dataset([source], tmp_path / "set", "byte", progress=lambda *at: seen.append(at))
     assert len(seen) >= 3 and seen == sorted(seen)
     assert seen[-1] == (source.stat().st_size, source.stat().st_size, manifest.tokens)
+
+
+def test_progress_passes_from_file_to_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.data.build._CHUNK_CHARACTERS", 10)
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text("ten letters")
+    seen: list[int] = []
+    build_dataset([tmp_path], tmp_path / "set", "byte", progress=lambda done, total, tokens: seen.append(done))
+    assert seen == [0, 11, 22, 33]  # the file that is being read does not count yet
 
 
 REFUSALS = {

@@ -11,6 +11,9 @@ import pytest
 from train.data.errors import DataError
 from train.data.indexed import HEADER_BYTES, IndexedFile, IndexedWriter, token_dtype
 
+# Importing core warns of what its own modules deprecate.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::UserWarning:megatron")]
+
 
 def test_round_trip(write_documents, documents) -> None:
     data = IndexedFile(write_documents(documents))
@@ -72,6 +75,14 @@ def test_offsets_beyond_two_gibibytes(tmp_path: Path) -> None:
     data = IndexedFile(tmp_path / "big")
     assert data.document(2)[-2:].tolist() == [7, 9]
     assert data.total_tokens == length * count
+
+
+def test_written_offsets_beyond_two_gibibytes(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "big.bin", 257) as writer:
+        writer._lengths.extend([2**30] * 3)  # as if so many tokens had been written
+        writer.finish(tmp_path / "big.idx")
+    pointers = np.frombuffer((tmp_path / "big.idx").read_bytes(), np.int64, count=3, offset=HEADER_BYTES + 4 * 3)
+    assert pointers.tolist() == [0, 2**31, 2**32]
 
 
 def test_the_written_hash_is_that_of_the_file(tmp_path: Path) -> None:

@@ -138,6 +138,15 @@ def test_word_piece_bytes(tmp_path: Path) -> None:
     assert tokenizer.token_bytes.tolist() == [0, 0, 5, 3] and tokenizer.eod == 1
 
 
+def test_eod_has_no_bytes_though_the_file_does_not_call_it_special(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    Backend(models.BPE({"a": 0, "</s>": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.eod == 1 and tokenizer.token_bytes.tolist() == [1, 0]
+
+
 REFUSALS = {
     "no_such_name": ("bytes", "no such tokenizer or file"),
     "no_such_file": ("/nowhere/tokenizer.json", "no such tokenizer or file"),
