@@ -153,7 +153,7 @@ def _conclude(run_dir: Path, attempt: int, code: int, received: int | None, fail
         write_status(run_dir, state="failed", attempt=attempt, exit_code=exit_code, failed_rank=None, reason="torchrun failed")
         print(f"{run_dir}: torchrun itself failed with exit code {exit_code}; see {log_path(run_dir, 0)}", file=sys.stderr)
         return exit_code
-    for failure in failures:  # a rank that was killed could not write its own last line
+    for failure in (failure for failure in failures if _number(failure, "exit_code") < 0):  # it could not write its own last line
         with log_path(run_dir, _number(failure, "rank")).open("a", encoding="utf-8") as stream:
             stream.write(_line(failure) + "\n")
     first, line = failures[0], _line(failures[0])
