@@ -13,7 +13,6 @@ _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", "StorageMeta"),
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "TensorProperties"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
@@ -46,10 +45,14 @@ class _AllowListUnpickler(pickle.Unpickler):
         raise ValueError(f"checkpoint index {self._path}: it refers to an external object {pid!r}; do not load this checkpoint")
 
 
-def check_metadata(path: Path) -> None:
-    """Raise ValueError, naming the offending class, unless the index at `path` is made of tensor metadata alone."""
+def read_index(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stored tensors by name. Raises ValueError, naming the offending class, for an index of anything but tensors.
+
+    Entries that are not tensors are pickles inside the data files: their class (`BytesStorageMetadata`) is refused like any other.
+    """
     try:
         with path.open("rb") as file:
-            _AllowListUnpickler(file, path).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError) as error:
+            index = _AllowListUnpickler(file, path).load()
+        return {str(name): tuple(entry.size) for name, entry in index.state_dict_metadata.items()}
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ImportError) as error:
         raise ValueError(f"checkpoint index {path}: it is damaged ({error}); use an earlier checkpoint") from None
