@@ -34,9 +34,6 @@ def grouped_experts(x_sorted: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w
     H or F is not a multiple of 8.
     """
     _check(x_sorted, tokens_per_expert, w_in, w_out, probs)
-    if x_sorted.shape[0] == 0:
-        # Through expert 0 so that every operand is in the graph and gets zeros for its gradient; the kernel refuses T = 0.
-        return _weighted(swiglu(x_sorted @ w_in[0].T), probs) @ w_out[0].T
     if x_sorted.is_cuda and x_sorted.dtype == torch.bfloat16:
         return _grouped(x_sorted, tokens_per_expert, w_in, w_out, probs)
     return _loop(x_sorted, tokens_per_expert, w_in, w_out, probs)
@@ -54,6 +51,9 @@ def _grouped(x_sorted: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w_out: T
                 f"{name}={size}: the grouped matrix multiply needs rows of a multiple of {_ALIGNMENT} bytes; "
                 f"use a multiple of {_ALIGNMENT // w_in.element_size()}"
             )
+    if x_sorted.shape[0] == 0:
+        # Through expert 0 so that every operand is in the graph and gets zeros for its gradient; the kernel refuses T = 0.
+        return _weighted(swiglu(x_sorted @ w_in[0].T), probs) @ w_out[0].T
     ends = tokens_per_expert.cumsum(0).to(device=x_sorted.device, dtype=torch.int32, non_blocking=True)
     # Weights go in as transposed views: the gradients then come out in the weights' own layout.
     h = F.grouped_mm(x_sorted.contiguous(), w_in.transpose(1, 2), offs=ends)

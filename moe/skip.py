@@ -133,12 +133,12 @@ class SkipMoE(nn.Module):
 
 
 def _gates(chosen_logits: Tensor, keep: Tensor, gate: Gate) -> Tensor:
-    """Gate of each assignment (T, k), zero where not kept."""
+    """Gate of each assignment (T, k); those of dropped assignments mean nothing."""
     if gate == "full":
-        return chosen_logits.softmax(-1) * keep
+        return chosen_logits.softmax(-1)
     # A row without any kept assignment would be a softmax over nothing: NaN, also in its gradient. It takes finite logits instead.
     empty = ~keep.any(-1, keepdim=True)
-    return chosen_logits.masked_fill(~keep & ~empty, -torch.inf).softmax(-1) * keep
+    return chosen_logits.masked_fill(~keep & ~empty, -torch.inf).softmax(-1)
 
 
 def _compute(x: Tensor, slots: Tensor, keep: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:

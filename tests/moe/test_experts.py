@@ -1,5 +1,7 @@
 """Grouped experts against a naive loop over tokens: outputs and every gradient."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -48,13 +50,14 @@ def test_experts_without_tokens_get_zero_gradients() -> None:
         assert weight.grad[[0, 2]].abs().max() == 0 and weight.grad[1].abs().max() > 0
 
 
+@pytest.mark.parametrize("path", [grouped_experts, experts._grouped])
 @pytest.mark.parametrize("gated", [True, False])
-def test_no_tokens_at_all(gated: bool) -> None:
-    x, w_in, w_out, p = leaves([0, 0], width=4, inner=2)
-    y = grouped_experts(x, torch.tensor([0, 0]), w_in, w_out, p if gated else None)
-    assert y.shape == (0, 4)
+def test_no_tokens_at_all(gated: bool, path: Any) -> None:
+    x, w_in, w_out, p = leaves([0, 0], width=8, inner=4)
+    y = path(x, torch.tensor([0, 0]), w_in, w_out, p if gated else None)
+    assert y.shape == (0, 8)
     y.sum().backward()
-    assert x.grad is not None and x.grad.shape == (0, 4)
+    assert x.grad is not None and x.grad.shape == (0, 8)
     for weight in (w_in, w_out):
         assert weight.grad is not None and weight.grad.shape == weight.shape and weight.grad.abs().max() == 0
 

@@ -141,16 +141,36 @@ def test_what_one_site_holds_stays_as_it_is_without_traffic() -> None:
     plan = build_plan(2, 1)
 
     def job(exchange: Exchange) -> list[bool]:
-        named = experts_of(plan, exchange.site, 0.1)
+        named = experts_of(plan, exchange.site, 1e3)
         outer = OuterStep(named, plan, exchange, lr=1.0, momentum=0.0)
         for i, entry in enumerate(named.values()):
-            entry.tensor.add_(noise(*entry.tensor.shape, seed=i) * 1e-3)
+            entry.tensor.copy_(noise(*entry.tensor.shape, seed=i))  # so far away that theta0 - (theta0 - theta) would round
         before = {name: entry.tensor.clone() for name, entry in named.items()}
         report = outer.step()
         assert report.parameters == 2 and report.alone == 2 * 3 + 2 * 1
         return [torch.equal(before[name], entry.tensor) for name, entry in named.items() if name != "dense"]
 
     assert all(all(same) for same in at_sites(2, job))
+
+
+def test_what_one_site_holds_takes_the_outer_step_of_its_own_way() -> None:
+    plan = build_plan(2, 1, experts=2)
+
+    def job(exchange: Exchange) -> tuple[Tensor, Tensor]:
+        expert = noise(5, seed=exchange.site)
+        reference = torch.nn.Parameter(expert.clone())
+        optimiser = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
+        outer = OuterStep({"e": Named(expert, "expert", 0, exchange.site)}, plan, exchange, lr=0.7, momentum=0.9)
+        for step in range(3):
+            way = 0.1 * noise(5, seed=10 + step)
+            expert += way
+            outer.step()
+            reference.grad = -way
+            optimiser.step()
+        return expert, reference.detach()
+
+    for got, wanted in at_sites(2, job):
+        torch.testing.assert_close(got, wanted)
 
 
 def test_absent_sites_are_left_out_and_lost_experts_named() -> None:
