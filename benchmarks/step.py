@@ -94,7 +94,8 @@ def plain_step(config: Config, masters: bool) -> Callable[[Tensor, Tensor], Any]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if masters:
-            torch._foreach_copy_(weights, held)
+            with torch.no_grad():
+                torch._foreach_copy_(weights, held)
         return loss
 
     return step

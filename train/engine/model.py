@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from train.config.schema import Config
+from train.engine import rope
 from train.engine.spec import block_spec
 from train.model.vocabulary import padded_vocab_size
 
@@ -38,6 +39,7 @@ class LanguageModel(LanguageModule):
         post_process: bool = True,
         vp_stage: int | None = None,
     ) -> None:
+        rope.install()
         super().__init__(config=core, pg_collection=groups)
         self.pre_process = pre_process
         self.post_process = post_process
@@ -92,7 +94,7 @@ class LanguageModel(LanguageModule):
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=cu_seqlens,
-            rotary_pos_emb=rotary_angles(positions, self.config.kv_channels, self.rope_base),
+            rotary_pos_emb=rope.cos_sin(positions, self.config.kv_channels, self.rope_base),
         )
         if not self.post_process:
             return hidden
@@ -111,13 +113,3 @@ class LanguageModel(LanguageModule):
             return logits
         padding = torch.arange(part, device=logits.device) >= valid_here
         return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
-
-
-def rotary_angles(positions: Tensor, head_dim: int, base: float) -> Tensor:
-    """Rotary angles (s, b, 1, d) float32 of positions (b, s), as core's RoPE takes them (halves, not interleaved).
-
-    Source: Su et al., "RoFormer" (arXiv 2104.09864).
-    """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.transpose(0, 1).float()[..., None] * base**-exponent
-    return torch.cat((angles, angles), dim=-1)[:, :, None, :]
