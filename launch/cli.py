@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from launch.packages import use_own_packages
+from launch.packages import ForeignPackage, use_own_packages
 
 USAGE = """\
 usage: leantron <command> ...
@@ -27,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         use_own_packages()
         return _dispatch(arguments)
-    except (ValueError, ImportError) as error:
+    except ForeignPackage as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    except ValueError as error:
         if not _is_user_error(error):
             raise
         print(error, file=sys.stderr)
@@ -43,7 +46,7 @@ def _is_user_error(error: Exception) -> bool:
     from train.config.errors import ConfigError
     from train.data.errors import DataError
 
-    return isinstance(error, (ConfigError, DataError)) or (isinstance(error, ImportError) and "leantron" in str(error))
+    return isinstance(error, (ConfigError, DataError))
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -8,6 +8,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("train", "s2", "moe", "launch", "configs")
 
 
+class ForeignPackage(ImportError):
+    """One of our names leads to somebody else's package."""
+
+
 def shadowed() -> dict[str, str]:
     """Return, for each of our packages that an import would not take from beside this file, where it would be taken from."""
     found = {}
@@ -22,9 +26,9 @@ def shadowed() -> dict[str, str]:
 def use_own_packages() -> None:
     """Put the folder of our packages first on the path, ahead of the working directory that `python -m` puts there.
 
-    Raises ImportError naming the package when a foreign one is imported all the same.
+    Raises ForeignPackage naming the one that is imported from elsewhere all the same.
     """
     if str(ROOT) != sys.path[0]:
         sys.path.insert(0, str(ROOT))
     for name, origin in shadowed().items():
-        raise ImportError(f"{name}={origin}: this is not the {name} of leantron in {ROOT}; rename it, or import leantron first")
+        raise ForeignPackage(f"{name}={origin}: this is not the {name} of leantron in {ROOT}; rename it, or import leantron first")
