@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from .errors import S2Error
@@ -16,6 +17,22 @@ from .request import Request
 
 log = logging.getLogger("s2")
 _logged: set[tuple[str, str]] = set()
+
+
+def _triton(request: Request) -> str | None:
+    if request.device != "cuda":
+        return f"its kernels need a CUDA or ROCm device, not {request.device}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if request.dtype not in ("bfloat16", "float16", "float32"):
+        return f"no kernel for {request.dtype}"
+    if request.is_custom:
+        return "custom masks have no kernel"
+    if max(request.d_k, request.d_v) > 256:
+        return f"head width {max(request.d_k, request.d_v)} is over 256"
+    from .triton.probe import refusal
+
+    return refusal(request)
 
 
 def _flex(request: Request) -> str | None:
@@ -62,6 +79,7 @@ class Backend:
 
 
 BACKENDS = (
+    Backend("triton", _triton, "triton.op"),
     Backend("flex", _flex, "flex"),
     Backend("sdpa", _sdpa, "sdpa"),
     Backend("reference", _reference, "reference"),

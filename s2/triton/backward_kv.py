@@ -1,0 +1,220 @@
+"""Backward kernels over tiles of keys, deterministic: every sum has one owner and one order, there are no atomics.
+
+- `stripe_kernel`: dk and dv of stripe keys from the queries whose window has left them: float32 partial sums, in stripe order
+  (1 / stride of the keys), a long column split over several programs.
+- `window_kernel`: dk and dv of every key from the queries whose window holds it, plus the partial sums of the stripes.
+Scores are transposed, (keys, queries), so that weights feed the next product from registers. With TMA, `q_tile`, `g_tile` are
+descriptors of [BM, width] tiles, rows and columns as in `forward.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from .index import DENSE_LOCAL, find_document, stripe_key
+from .load import load_rows
+
+
+@triton.jit
+def _update(  # type: ignore[no-untyped-def]
+    q_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, batch, h, first, end, q_start, q_len, heads,
+    q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
+    k, v, d_k, d_v, scale2, keep,
+    DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Adds the queries `first` to first + BM of head h, those at `end` or later left out, to (d_k, d_v) of a tile of keys.
+
+    Left-out rows have an infinite lse, so that their weights are 0 even where a descriptor loads rows of another document.
+    """
+    m = tl.arange(0, BM)
+    live = first + m < end
+    batch64, h64 = batch.to(tl.int64), h.to(tl.int64)
+    place = (batch64 * heads + h64) * q_len + q_start + first
+    lse2 = tl.load(lse_ptr + place + m, mask=live, other=float("inf")) * 1.4426950408889634
+    delta = tl.load(delta_ptr + place + m, mask=live, other=0.0)
+    if TMA:
+        q = q_tile.load([batch * q_rb + h * q_rh + q_start + first, batch * q_cb + h * q_ch])
+        g = g_tile.load([batch * g_rb + h * g_rh + q_start + first, batch * g_cb + h * g_ch])
+    else:
+        dk, dv = tl.arange(0, BDK), tl.arange(0, BDV)
+        q = load_rows(q_ptr + batch64 * q_sb + h64 * q_sh, q_start + first, m, q_ss, dk, live, DK, BDK, True)
+        g = load_rows(g_ptr + batch64 * g_sb + h64 * g_sh, q_start + first, m, g_ss, dv, live, DV, BDV, True)
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    d_weights = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+    weights = tl.math.exp2(scores * scale2 - lse2[None, :])
+    if MASKED:
+        weights = tl.where(keep, weights, 0.0)
+    d_v = tl.dot(weights.to(g.dtype), g, d_v, input_precision=PRECISION)
+    d_scores = weights * (d_weights - delta[None, :])
+    d_k = tl.dot(d_scores.to(q.dtype), q, d_k, input_precision=PRECISION)
+    return d_k, d_v
+
+
+@triton.jit
+def _unit(index, units_per_batch, HEADS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(batch, first query head, key/value head) of a unit: HEADS query heads whose gradients go to one dk, dv."""
+    head = (index % units_per_batch) * HEADS
+    return index // units_per_batch, head, head // GROUP
+
+
+@triton.jit(do_not_specialize=["tiles", "documents", "q_len", "k_len", "partial_rows"])
+def stripe_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, part_dk_ptr, part_dv_ptr, residue_ptr, cu_q, cu_k,
+    tiles, documents, q_len, k_len, units, units_per_batch, partial_rows,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, g_sb, g_ss, g_sh,
+    q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
+    scale2,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
+    B: tl.constexpr, L: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Partial dk, dv of BN keys of one stripe from one of SPLITS parts of the far queries of HEADS query heads.
+
+    Grid: tiles * SUBS * units * SPLITS, the first tiles (most queries) first. part_*: (SPLITS, units, partial_rows, width) float32, written
+    wherever the window kernel reads it.
+    """
+    # A span of SUBS * BN stripe keys holds whole blocks, so that documents can be found by it.
+    SUBS: tl.constexpr = (B + BN - 1) // BN
+    index = tl.program_id(0)
+    split = index % SPLITS
+    unit = (index // SPLITS) % units
+    sub = (index // (SPLITS * units)) % SUBS
+    tile = index // (SPLITS * units * SUBS)
+    batch, head, kv_head = _unit(unit, units_per_batch, HEADS, GROUP)
+    q_start, k_start, queries, keys, first_block = 0, 0, q_len, k_len, 0
+    if DOCUMENTS:
+        document, k_start, keys, tile = find_document(cu_k, documents, tile, SUBS * BN * S)
+        q_start = tl.load(cu_q + document)
+        queries = tl.load(cu_q + document + 1) - q_start
+        first_block = k_start // (B * S) + document
+    r = tl.load(residue_ptr + head)
+    n = tl.arange(0, BN)
+    first_x = (tile * SUBS + sub) * BN
+    first_key = stripe_key(first_x, r, B, S)
+    if (r < 0) | (first_key >= keys):
+        return
+
+    inside = (n // B) * (S * B) + n % B
+    key = first_key + inside
+    seen = key < keys
+    shift = keys - queries
+    dk, dv = tl.arange(0, BDK), tl.arange(0, BDV)
+    batch64, kv_head64 = batch.to(tl.int64), kv_head.to(tl.int64)
+    k = load_rows(k_ptr + batch64 * k_sb + kv_head64 * k_sh, k_start + first_key, inside, k_ss, dk, seen, DK, BDK, True)
+    v = load_rows(v_ptr + batch64 * v_sb + kv_head64 * v_sh, k_start + first_key, inside, v_ss, dv, seen, DV, BDV, True)
+
+    # Queries are far from block j from block j + L on; a tile of several blocks has rows that are far from some of them only.
+    low = tl.minimum(tl.maximum(((first_x // B) * S + r + L) * B - shift, 0), queries)
+    all_far = (((first_x + BN - 1) // B) * S + r + L) * B - shift
+    count = tl.cdiv(queries - low, BM)
+    each = tl.cdiv(count, SPLITS)
+    begin = tl.minimum(split * each, count)
+    end = tl.minimum(begin + each, count)
+    masked = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(all_far - low, 0), BM), begin), end) - begin
+    plain = end - begin - masked
+    block, heads = key // B, units_per_batch * HEADS
+    d_k = tl.zeros([BN, BDK], tl.float32)
+    d_v = tl.zeros([BN, BDV], tl.float32)
+    for t in range(HEADS * masked):
+        first = low + (begin + t % masked) * BM
+        keep = ((first + shift + tl.arange(0, BM)) // B)[None, :] - block[:, None] >= L
+        d_k, d_v = _update(
+            q_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, batch, head + t // masked, first, queries, q_start, q_len, heads,
+            q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
+            k, v, d_k, d_v, scale2, keep, DK, DV, BDK, BDV, BM, True, PRECISION, TMA)  # fmt: skip
+    for t in range(HEADS * plain):
+        first = low + (begin + masked + t % plain) * BM
+        d_k, d_v = _update(
+            q_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, batch, head + t // plain, first, queries, q_start, q_len, heads,
+            q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
+            k, v, d_k, d_v, scale2, seen, DK, DV, BDK, BDV, BM, False, PRECISION, TMA)  # fmt: skip
+    place = (split * units + unit).to(tl.int64) * partial_rows + first_block * B + first_x
+    tl.store(part_dk_ptr + place * DK + n[:, None] * DK + dk[None, :], d_k, mask=seen[:, None] & (dk < DK)[None, :])
+    tl.store(part_dv_ptr + place * DV + n[:, None] * DV + dv[None, :], d_v, mask=seen[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles", "documents", "q_len", "k_len", "partial_rows"])
+def window_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, part_dk_ptr, part_dv_ptr, dk_ptr, dv_ptr, residue_ptr, cu_q, cu_k,
+    tiles, documents, q_len, k_len, units, units_per_batch, partial_rows,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, g_sb, g_ss, g_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
+    q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
+    scale2, scale,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
+    B: tl.constexpr, L: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dk, dv of BN keys from the queries whose window holds them, plus the stripes' partial sums.
+
+    Grid: tiles * units, in key order: with dense heads the first keys have the most queries.
+    """
+    unit = tl.program_id(0) % units
+    tile = tl.program_id(0) // units
+    batch, head, kv_head = _unit(unit, units_per_batch, HEADS, GROUP)
+    q_start, k_start, queries, keys, first_block = 0, 0, q_len, k_len, 0
+    if DOCUMENTS:
+        document, k_start, keys, tile = find_document(cu_k, documents, tile, BN)
+        q_start = tl.load(cu_q + document)
+        queries = tl.load(cu_q + document + 1) - q_start
+        first_block = k_start // (B * S) + document
+    if tile * BN >= keys:
+        return
+
+    n = tl.arange(0, BN)
+    key = tile * BN + n
+    seen = key < keys
+    dk, dv = tl.arange(0, BDK), tl.arange(0, BDV)
+    batch64, kv_head64 = batch.to(tl.int64), kv_head.to(tl.int64)
+    k = load_rows(k_ptr + batch64 * k_sb + kv_head64 * k_sh, k_start + tile * BN, n, k_ss, dk, seen, DK, BDK, True)
+    v = load_rows(v_ptr + batch64 * v_sb + kv_head64 * v_sh, k_start + tile * BN, n, v_ss, dv, seen, DV, BDV, True)
+
+    r = tl.load(residue_ptr + head)
+    local = tl.where(r < 0, DENSE_LOCAL, L)
+    shift = keys - queries
+    last_block = (tl.minimum(tile * BN + BN, keys) - 1) // B
+    low = tl.maximum(tile * BN - shift, 0)
+    end = tl.where(r < 0, keys, tl.minimum(keys, (last_block + L) * B))
+    whole_end = tl.where(r < 0, keys, tl.minimum(end, ((tile * BN) // B + L) * B))
+    end = tl.maximum(end - shift, low)
+    whole_end = tl.maximum(whole_end - shift, low)
+    # Tiles of queries: `diagonals` masked ones, then `middles` whole ones, then those that some keys' window has left.
+    count = tl.cdiv(end - low, BM)
+    diagonals = tl.minimum(tl.cdiv(tl.maximum(tile * BN + BN - 1 - shift - low, 0), BM), count)
+    plain_end = tl.where(whole_end == end, count, (whole_end - low) // BM)
+    middles = tl.maximum(plain_end - diagonals, 0)
+    masked = count - middles
+    block, heads = key // B, units_per_batch * HEADS
+    d_k = tl.zeros([BN, BDK], tl.float32)
+    d_v = tl.zeros([BN, BDV], tl.float32)
+    for t in range(HEADS * masked):
+        u = t % masked
+        first = low + tl.where(u < diagonals, u, u + middles) * BM
+        position = first + shift + tl.arange(0, BM)
+        keep = (key[:, None] <= position[None, :]) & ((position // B)[None, :] - block[:, None] < local)
+        d_k, d_v = _update(
+            q_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, batch, head + t // masked, first, end, q_start, q_len, heads,
+            q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
+            k, v, d_k, d_v, scale2, keep, DK, DV, BDK, BDV, BM, True, PRECISION, TMA)  # fmt: skip
+    for t in range(HEADS * middles):
+        first = low + (diagonals + t % middles) * BM
+        d_k, d_v = _update(
+            q_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, batch, head + t // middles, first, end, q_start, q_len, heads,
+            q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
+            k, v, d_k, d_v, scale2, seen, DK, DV, BDK, BDV, BM, False, PRECISION, TMA)  # fmt: skip
+
+    if S > 1:
+        striped = seen & (r >= 0) & (block % S == r)
+        inside = (block // S) * B + key % B
+        for split in range(SPLITS):
+            place = (split * units + unit).to(tl.int64) * partial_rows + first_block * B
+            mask_k, mask_v = striped[:, None] & (dk < DK)[None, :], striped[:, None] & (dv < DV)[None, :]
+            d_k += tl.load(part_dk_ptr + place * DK + inside.to(tl.int64)[:, None] * DK + dk[None, :], mask=mask_k, other=0.0)
+            d_v += tl.load(part_dv_ptr + place * DV + inside.to(tl.int64)[:, None] * DV + dv[None, :], mask=mask_v, other=0.0)
+    out_head = (unit % units_per_batch).to(tl.int64)
+    row64 = tl.cast(k_start + tile * BN, tl.int64)
+    dk_target = dk_ptr + batch64 * dk_sb + out_head * dk_sh + row64 * dk_ss + n[:, None] * dk_ss + dk[None, :]
+    dv_target = dv_ptr + batch64 * dv_sb + out_head * dv_sh + row64 * dv_ss + n[:, None] * dv_ss + dv[None, :]
+    tl.store(dk_target, (d_k * scale).to(dk_ptr.dtype.element_ty), mask=seen[:, None] & (dk < DK)[None, :])
+    tl.store(dv_target, d_v.to(dv_ptr.dtype.element_ty), mask=seen[:, None] & (dv < DV)[None, :])

@@ -1,0 +1,86 @@
+"""Tile sizes of the kernels by head width, dtype and block, pruned by the device's shared memory. Chosen before launch, by table: no tuning
+inside a step. The table was measured with `benchmarks/s2_tune.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Shape of one kernel's tile."""
+
+    rows: int
+    """Queries (times packed heads) of a tile."""
+    keys: int
+    """Keys of a tile."""
+    warps: int
+    """Warps of a program."""
+    stages: int
+    """Depth of the software pipeline over the loop's tiles."""
+    tma: bool = True
+    """Load by the tensor-memory accelerator where the device and the layout allow it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """The tiles of all kernels for one kind of call."""
+
+    forward: Tile
+    dq: Tile
+    dkv: Tile
+
+
+def padded(width: int) -> int:
+    """Width of a head inside the kernels: the next power of two, at least 16."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _shared_bytes(kind: str, tile: Tile, d_k: int, d_v: int, size: int) -> int:
+    """Estimate of a program's shared memory: the resident operands and the pipeline's stages."""
+    pair = (d_k + d_v) * size
+    if kind == "forward":
+        return tile.rows * d_k * size + tile.stages * tile.keys * pair
+    resident, streamed = (tile.rows, tile.keys) if kind == "dq" else (tile.keys, tile.rows)
+    return resident * pair + tile.stages * streamed * (pair + 8)
+
+
+def _wanted(kind: str, d: int, size: int, block: int) -> Tile:
+    """The measured choice for a head width (the larger of the two), an element size in bytes and a pattern's block; see docs/s2.md."""
+    if size == 4:
+        return Tile(rows=64, keys=32, warps=4, stages=2) if d <= 64 else Tile(rows=32, keys=32, warps=4, stages=1)
+    if kind == "forward":
+        if d <= 128 and block < 128:
+            return Tile(rows=64, keys=64, warps=4, stages=3)
+        return Tile(rows=128, keys=128, warps=8, stages=3) if d <= 128 else Tile(rows=128, keys=64, warps=8, stages=2)
+    if kind == "dq":
+        return Tile(rows=128, keys=64, warps=8, stages=3) if d <= 128 else Tile(rows=64, keys=64, warps=4, stages=1)
+    return Tile(rows=64, keys=128, warps=8, stages=3) if d <= 128 else Tile(rows=64, keys=64, warps=8, stages=1)
+
+
+def _fitted(kind: str, d_k: int, d_v: int, size: int, shared: int, block: int) -> Tile | None:
+    """The wanted tile, made smaller until it fits in `shared` bytes; None: not even the smallest does."""
+    tile = _wanted(kind, max(d_k, d_v), size, block)
+    while _shared_bytes(kind, tile, d_k, d_v, size) > shared:
+        if tile.stages > 1:
+            tile = replace(tile, stages=tile.stages - 1)
+        elif tile.keys > 16 and tile.keys >= tile.rows:
+            tile = replace(tile, keys=tile.keys // 2)
+        elif tile.rows > 16:
+            tile = replace(tile, rows=tile.rows // 2, warps=4)
+        else:
+            return None
+    return tile
+
+
+@lru_cache(maxsize=256)
+def choose_tiles(d_k: int, d_v: int, size: int, shared: int, block: int) -> Tiles | None:
+    """Tiles for padded head widths, element size and shared memory in bytes, and the pattern's block; None when no tile fits.
+
+    `block` is the pattern's block size, or 128 for dense attention, whose tiles any size may cut.
+    """
+    forward, dq, dkv = (_fitted(kind, d_k, d_v, size, shared, block) for kind in ("forward", "dq", "dkv"))
+    if forward is None or dq is None or dkv is None:
+        return None
+    return Tiles(forward=forward, dq=dq, dkv=dkv)

@@ -1,0 +1,122 @@
+"""Forward kernel: streaming softmax over exactly the key tiles that a tile of queries needs.
+
+A program owns BM rows: R = BM / PACK positions of PACK query heads that share a key/value head and a pattern (row // R is the head), so
+that a key tile is read once for all of them. Stripe tiles gather several key blocks when a block is smaller than a tile. Only tiles on the
+diagonal, at the window's edge and the last stripe tile compute a mask. Softmax is in base 2 with float32 sums.
+
+With TMA, `k_tile`, `v_tile` are descriptors of [BN, width] tiles and `k_stripe`, `v_stripe` of stripe tiles; a tile's row is
+batch * rb + head * rh + key and its column batch * cb + head * ch, with (rb, rh, cb, ch) from `descriptors.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from .index import key_tiles, query_program, stripe_key
+from .load import load_rows, load_stripes
+
+
+@triton.jit
+def _update(q, k, v, acc, top, total, scale2, keep, MASKED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One tile of keys: new (acc, running maximum, running sum). `keep` (rows, keys) is read only when MASKED."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(keep, scores * scale2, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen no key yet keeps -inf; subtracting 0 instead gives weights of 0, not NaN.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.math.exp2(scores - base[:, None])
+    else:
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale2)
+        base = new_top
+        weights = tl.math.exp2(scores * scale2 - base[:, None])
+    decay = tl.math.exp2(top - base)
+    total = total * decay + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit(do_not_specialize=["tiles", "documents", "q_len", "k_len"])
+def forward_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, k_tile, k_stripe, v_tile, v_stripe, out_ptr, lse_ptr, residue_ptr, cu_q, cu_k,
+    tiles, documents, q_len, k_len, kv_heads,
+    q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, o_sb, o_ss, o_sh,
+    k_rb, k_rh, k_cb, k_ch, v_rb, v_rh, v_cb, v_ch,
+    scale2,
+    GROUP: tl.constexpr, PACK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
+    B: tl.constexpr, L: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one tile of queries. Grid: tiles * batch * heads / PACK."""
+    R: tl.constexpr = BM // PACK
+    MANY: tl.constexpr = BN > B
+    batch, head, kv_head, tile, q_start, queries, k_start, keys = query_program(
+        tiles, documents, q_len, k_len, kv_heads, cu_q, cu_k, GROUP, PACK, R, DOCUMENTS)  # fmt: skip
+    if tile * R >= queries:
+        return
+
+    slot = tl.arange(0, BM)
+    row = tile * R + slot % R
+    live = row < queries
+    row_head = (head + slot // R).to(tl.int64)
+    shift = keys - queries
+    position = row + shift
+    dk, dv, n = tl.arange(0, BDK), tl.arange(0, BDV), tl.arange(0, BN)
+    batch64, kv_head64 = batch.to(tl.int64), kv_head.to(tl.int64)
+    q_base = q_ptr + batch64 * q_sb + row_head[:, None] * q_sh
+    q = load_rows(q_base, q_start + tile * R, slot % R, q_ss, dk, live, DK, BDK, True)
+    k_base = k_ptr + batch64 * k_sb + kv_head64 * k_sh + tl.cast(k_start, tl.int64) * k_ss
+    v_base = v_ptr + batch64 * v_sb + kv_head64 * v_sh + tl.cast(k_start, tl.int64) * v_ss
+    k_row, k_column = batch * k_rb + kv_head * k_rh + k_start, batch * k_cb + kv_head * k_ch
+    v_row, v_column = batch * v_rb + kv_head * v_rh + k_start, batch * v_cb + kv_head * v_ch
+
+    r = tl.load(residue_ptr + head)
+    last = tl.minimum(tile * R + R, queries) - 1 + shift
+    local, stripe_keys, low, edges, middle_low, middles, diagonal_low, diagonals = key_tiles(tile * R + shift, last, r, B, L, S, BN)
+
+    acc = tl.zeros([BM, BDV], tl.float32)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    whole_stripes = stripe_keys // BN
+    inside = (n // B) * (S * B) + n % B
+    if S > 1:
+        for t in range(whole_stripes):
+            start = stripe_key(t * BN, r, B, S)
+            if TMA:
+                k = load_stripes(k_stripe, k_row + start, k_column, BN, BDK, MANY)
+                v = load_stripes(v_stripe, v_row + start, v_column, BN, BDV, MANY)
+            else:
+                k = load_rows(k_base, start, inside, k_ss, dk, live, DK, BDK, False)
+                v = load_rows(v_base, start, inside, v_ss, dv, live, DV, BDV, False)
+            acc, top, total = _update(q, k, v, acc, top, total, scale2, live, False, PRECISION)
+    for t in range(middles):
+        start = middle_low + t * BN
+        if TMA:
+            k = k_tile.load([k_row + start, k_column])
+            v = v_tile.load([v_row + start, v_column])
+        else:
+            k = load_rows(k_base, start, n, k_ss, dk, live, DK, BDK, False)
+            v = load_rows(v_base, start, n, v_ss, dv, live, DV, BDV, False)
+        acc, top, total = _update(q, k, v, acc, top, total, scale2, live, False, PRECISION)
+    rest = stripe_keys - whole_stripes * BN
+    tails = tl.minimum(rest, 1)
+    for t in range(tails + edges + diagonals):
+        u = t - tails
+        start = tl.where(u < edges, low + u * BN, diagonal_low + (u - edges) * BN)
+        start = tl.where(t < tails, stripe_key(whole_stripes * BN, r, B, S), start)
+        offset = tl.where(t < tails, inside, n)
+        key = start + offset
+        seen = tl.where(t < tails, n < rest, key < keys)
+        k = load_rows(k_base, start, offset, k_ss, dk, seen, DK, BDK, True)
+        v = load_rows(v_base, start, offset, v_ss, dv, seen, DV, BDV, True)
+        keep = position[:, None] // B - (key // B)[None, :] < local
+        if S > 1:
+            keep = keep | ((key // B) % S == r)[None, :]
+        keep = keep & seen[None, :] & (key[None, :] <= position[:, None])
+        acc, top, total = _update(q, k, v, acc, top, total, scale2, keep, True, PRECISION)
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    place = out_ptr + batch64 * o_sb + (q_start + tile * R).to(tl.int64) * o_ss + row_head[:, None] * o_sh
+    out = place + (slot % R)[:, None] * o_ss + dv[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :])
+    lse_row = (batch64 * (kv_heads * GROUP) + row_head) * q_len + q_start + row
+    tl.store(lse_ptr + lse_row, top * 0.6931471805599453 + tl.log(total), mask=live)

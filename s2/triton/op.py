@@ -1,0 +1,369 @@
+"""The kernels as a custom operator with fake and autograd definitions, so that compilation, recomputation and autocast work around it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from ..blockmask import BlockMask
+from ..documents import Documents
+from ..pattern import S2Pattern
+from . import descriptors
+from .backward_kv import stripe_kernel, window_kernel
+from .backward_q import delta_kernel, dq_kernel
+from .config import Tile, Tiles, choose_tiles, padded
+from .forward import forward_kernel
+
+LOG2_E = 1.4426950408889634
+CPU_SHARED = 1 << 17
+"""Shared memory assumed by the interpreter."""
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: S2Pattern | BlockMask,
+    scale: float,
+    documents: Documents | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See :func:`s2.attention.s2_attention`. Document bounds that lie on the device are not checked: that would wait for it."""
+    if isinstance(pattern, BlockMask):
+        raise TypeError("custom masks have no triton kernel")
+    if scale < 0:
+        # The kernels take the maximum of unscaled scores.
+        q, scale = -q, -scale
+    residues = pattern.residues()
+    group = q.shape[2] // k.shape[2]
+    shared = all(len(set(residues[n : n + group])) == 1 for n in range(0, len(residues), group))
+    stride = 1 if pattern.is_dense else pattern.stride
+    cu_q, cu_k = (None, None) if documents is None else _bounds(documents, q.device)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    table = _residue_table(residues, q.device)
+    out, lse = attention(q, k, v, table, cu_q, cu_k, scale, pattern.block_size, pattern.local_blocks, stride, shared)
+    return out, lse if return_lse else None
+
+
+@lru_cache(maxsize=1024)
+def _residue_table(residues: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(residues, dtype=torch.int32, device=device)
+
+
+def _bounds(documents: Documents, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The document bounds on the device; those that lie on the host are checked and copied once for all layers of a step."""
+    if documents.cu_q.device == device and documents.cu_k.device == device:
+        return documents.cu_q, documents.cu_k
+    documents.spans()
+    same = documents.cu_k is documents.cu_q
+    cu_q = _copied(tuple(documents.cu_q.tolist()), device)
+    return cu_q, cu_q if same else _copied(tuple(documents.cu_k.tolist()), device)
+
+
+@lru_cache(maxsize=8)
+def _copied(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(bounds, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda":
+        return CPU_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+def _tiles(q: torch.Tensor, v: torch.Tensor, block: int, stride: int) -> Tiles:
+    block = 128 if stride == 1 else block
+    tiles = choose_tiles(padded(q.shape[3]), padded(v.shape[3]), q.element_size(), shared_memory(q.device), block)
+    assert tiles is not None, "backends.py refuses what does not fit"
+    return tiles
+
+
+def _on(x: torch.Tensor) -> Any:
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+class _Call:
+    """What every launch of one call shares."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_q: torch.Tensor | None,
+        cu_k: torch.Tensor | None,
+        block: int,
+        local: int,
+        stride: int,
+        shared: bool,
+    ) -> None:
+        self.batch, self.q_len, self.heads, self.d_k = q.shape
+        self.k_len, self.kv_heads, self.d_v = k.shape[1], k.shape[2], v.shape[3]
+        self.group = self.heads // self.kv_heads
+        self.shared = shared
+        self.documents = 0 if cu_q is None else cu_q.numel() - 1
+        self.block, self.local, self.stride = block, local, stride
+        self.cu_q, self.cu_k = (q, q) if cu_q is None or cu_k is None else (cu_q, cu_k)
+        self.constants: dict[str, Any] = {
+            "DK": self.d_k,
+            "DV": self.d_v,
+            "BDK": padded(self.d_k),
+            "BDV": padded(self.d_v),
+            "B": block,
+            "L": local,
+            "S": stride,
+            "DOCUMENTS": cu_q is not None,
+            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        }
+
+    def pack(self, tile: Tile) -> int:
+        """Query heads in a tile: the largest power of two that divides the group, when the group shares its pattern."""
+        if not self.shared:
+            return 1
+        return min(self.group & -self.group, max(1, tile.rows // 16))
+
+    def count(self, length: int, span: int) -> int:
+        """Tiles of `span` rows that `length` rows need, documents included."""
+        return length // span + self.documents if self.documents else triton.cdiv(length, span)
+
+
+def _accelerated(tile: Tile, *tensors: torch.Tensor) -> list[descriptors.View] | None:
+    """Views for descriptor loads, when the tile asks for them and the device and every tensor's layout allow them."""
+    if not tile.tma or tensors[0].device.type != "cuda" or torch.cuda.get_device_capability(tensors[0].device) < (9, 0):
+        return None
+    views = [descriptors.view(x) for x in tensors if padded(x.shape[3]) == x.shape[3]]
+    found = [how for how in views if how is not None]
+    return found if len(found) == len(tensors) else None
+
+
+NO_STEPS = (0,) * 8
+
+
+def _key_sources(call: _Call, tile: Tile, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:
+    """(descriptors of k and v, their steps, whether they are used) for the kernels over tiles of queries."""
+    views = _accelerated(tile, k, v)
+    if views is None:
+        return (k, k, v, v), NO_STEPS, False
+    found: list[Any] = []
+    for x, how in zip((k, v), views, strict=True):
+        found += [descriptors.tile(x, how, tile.keys), descriptors.stripes(x, how, tile.keys, call.block, call.stride)]
+    return tuple(found), views[0].steps + views[1].steps, True
+
+
+def _query_sources(tile: Tile, q: torch.Tensor, g: torch.Tensor) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:
+    """(descriptors of q and g, their steps, whether they are used) for the kernels over tiles of keys."""
+    views = _accelerated(tile, q, g)
+    if views is None:
+        return (q, g), NO_STEPS, False
+    return tuple(descriptors.tile(x, how, tile.rows) for x, how in zip((q, g), views, strict=True)), views[0].steps + views[1].steps, True
+
+
+def _options(tile: Tile) -> dict[str, int]:
+    return {"BM": tile.rows, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+@torch.library.custom_op("s2::attention", mutates_args=())
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    residues: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    scale: float,
+    block: int,
+    local: int,
+    stride: int,
+    shared: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (batch, q_len, heads, d_v), lse (batch, heads, q_len) float32; `shared`: the query heads of a group share their residue."""
+    call = _Call(q, k, v, cu_q, cu_k, block, local, stride, shared)
+    tile = _tiles(q, v, block, stride).forward
+    pack = call.pack(tile)
+    out = q.new_empty(call.batch, call.q_len, call.heads, call.d_v)
+    lse = q.new_empty(call.batch, call.heads, call.q_len, dtype=torch.float32)
+    tiles = call.count(call.q_len, tile.rows // pack)
+    sources, steps, tma = _key_sources(call, tile, k, v)
+    with _on(q):
+        forward_kernel[(tiles * call.batch * call.heads // pack,)](
+            q, k, v, *sources, out, lse, residues, call.cu_q, call.cu_k,
+            tiles, call.documents, call.q_len, call.k_len, call.kv_heads,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *steps,
+            scale * LOG2_E, GROUP=call.group, PACK=pack, TMA=tma, **call.constants, **_options(tile),
+        )  # fmt: skip
+    return out, lse
+
+
+@attention.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    residues: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    scale: float,
+    block: int,
+    local: int,
+    stride: int,
+    shared: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, q_len, heads, _ = q.shape
+    return q.new_empty(batch, q_len, heads, v.shape[3]), q.new_empty(batch, heads, q_len, dtype=torch.float32)
+
+
+@torch.library.custom_op("s2::attention_backward", mutates_args=())
+def attention_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    g: torch.Tensor,
+    g_lse: torch.Tensor | None,
+    residues: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    scale: float,
+    block: int,
+    local: int,
+    stride: int,
+    shared: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv in the shapes and dtypes of q, k, v; g and g_lse are the gradients of out and lse."""
+    call = _Call(q, k, v, cu_q, cu_k, block, local, stride, shared)
+    g = g if g.stride(-1) == 1 else g.contiguous()
+    tiles = _tiles(q, v, block, stride)
+    delta = torch.empty_like(lse)
+    with _on(q):
+        delta_kernel[(triton.cdiv(call.q_len, 64) * call.batch * call.heads,)](
+            out, g, lse if g_lse is None else g_lse.contiguous(), delta, call.batch * call.heads, call.q_len, call.heads,
+            *out.stride()[:3], *g.stride()[:3],
+            DV=call.d_v, BDV=padded(call.d_v), BM=64, HAS_G_LSE=g_lse is not None,
+        )  # fmt: skip
+        dq = _launch_dq(call, tiles.dq, q, k, v, g, lse, delta, residues, scale)
+        dk, dv = _launch_dkv(call, tiles.dkv, q, k, v, g, lse, delta, residues, scale)
+    return dq, dk, dv
+
+
+def _launch_dq(
+    call: _Call,
+    tile: Tile,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    residues: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    pack = call.pack(tile)
+    tiles = call.count(call.q_len, tile.rows // pack)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sources, steps, tma = _key_sources(call, tile, k, v)
+    dq_kernel[(tiles * call.batch * call.heads // pack,)](
+        q, k, v, g, *sources, dq, lse, delta, residues, call.cu_q, call.cu_k,
+        tiles, call.documents, call.q_len, call.k_len, call.kv_heads,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *dq.stride()[:3], *steps,
+        scale * LOG2_E, scale, GROUP=call.group, PACK=pack, TMA=tma, **call.constants, **_options(tile),
+    )  # fmt: skip
+    return dq
+
+
+def _launch_dkv(
+    call: _Call,
+    tile: Tile,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    residues: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk and dv. When the heads of a group differ in their pattern, each query head gets its own, summed here in float32."""
+    heads = call.group if call.shared else 1
+    per_batch = call.heads // heads
+    units = call.batch * per_batch
+    wide = torch.float32 if per_batch != call.kv_heads else q.dtype
+    dk = torch.empty(call.batch, call.k_len, per_batch, call.d_k, dtype=wide, device=q.device)
+    dv = torch.empty(call.batch, call.k_len, per_batch, call.d_v, dtype=wide, device=q.device)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3])
+    sources, steps, tma = _query_sources(tile, q, g)
+    part_dk = part_dv = delta
+    splits, part_rows = 1, 0
+    if call.stride > 1:
+        subs = triton.cdiv(call.block, tile.keys)
+        spans = call.count(call.k_len, subs * tile.keys * call.stride)
+        splits = _splits(spans * subs * units, call.stride)
+        part_rows = call.count(call.k_len, call.block * call.stride) * call.block
+        part_dk = torch.empty(splits, units, part_rows, call.d_k, dtype=torch.float32, device=q.device)
+        part_dv = torch.empty(splits, units, part_rows, call.d_v, dtype=torch.float32, device=q.device)
+        stripe_kernel[(spans * subs * units * splits,)](
+            q, k, v, g, *sources, lse, delta, part_dk, part_dv, residues, call.cu_q, call.cu_k,
+            spans, call.documents, call.q_len, call.k_len, units, per_batch, part_rows,
+            *strides, *steps, scale * LOG2_E, GROUP=call.group, HEADS=heads, SPLITS=splits, TMA=tma, **call.constants, **_options(tile),
+        )  # fmt: skip
+    tiles = call.count(call.k_len, tile.keys)
+    window_kernel[(tiles * units,)](
+        q, k, v, g, *sources, lse, delta, part_dk, part_dv, dk, dv, residues, call.cu_q, call.cu_k,
+        tiles, call.documents, call.q_len, call.k_len, units, per_batch, part_rows,
+        *strides, *dk.stride()[:3], *dv.stride()[:3], *steps,
+        scale * LOG2_E, scale, GROUP=call.group, HEADS=heads, SPLITS=splits, TMA=tma, **call.constants, **_options(tile),
+    )  # fmt: skip
+    if per_batch != call.kv_heads:
+        dk, dv = (x.unflatten(2, (call.kv_heads, call.group)).sum(3).to(q.dtype) for x in (dk, dv))
+    return dk, dv
+
+
+def _splits(programs: int, stride: int) -> int:
+    """Parts of a stripe's queries: enough programs to fill a device; at most stride / 2, so that the partial sums stay small."""
+    return max(1, min(8, stride // 2, 1024 // programs))
+
+
+@attention_backward.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    g: torch.Tensor,
+    g_lse: torch.Tensor | None,
+    residues: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    scale: float,
+    block: int,
+    local: int,
+    stride: int,
+    shared: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, residues, cu_q, cu_k, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, residues, cu_q, cu_k)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, g: torch.Tensor | None, g_lse: torch.Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, residues, cu_q, cu_k = ctx.saved_tensors
+    if g is None:
+        g = torch.zeros_like(out)
+    dq, dk, dv = attention_backward(q, k, v, out, lse, g, g_lse, residues, cu_q, cu_k, *ctx.numbers)
+    return dq, dk, dv, None, None, None, None, None, None, None, None
+
+
+attention.register_autograd(_backward, setup_context=_setup)
