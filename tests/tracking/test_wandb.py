@@ -145,7 +145,7 @@ def test_a_slow_start_is_given_up_and_the_run_goes_on(
     monkeypatch.setattr(wandb, "init", slow)
     begin = time.monotonic()
     tracker = build_trackers(config(start_timeout=1.0), run_dir, attempt=0)
-    assert 0.9 <= time.monotonic() - begin < 3
+    assert 0.9 <= time.monotonic() - begin < 4.5, "the wait must end by its bound, not by the start"
     tracker.log({"step": 1, "loss": 1.0})
     tracker.finish("completed")
     said = capsys.readouterr().err.splitlines()
