@@ -21,7 +21,7 @@ COMPOSITION = [
     ("+train.steps=3", "+train.steps=3: the key exists already, + is for adding; write train.steps=3"),
     ("train={stepz:3}", "train.stepz=3: there is no such key; did you mean train.steps?"),
     ("attention=s3", "attention=s3: there is no such option of attention; did you mean s2? choose one of dense, s2"),
-    ("tracking=null", "tracking=null: there is no such option of tracking; did you mean none? choose one of none, wandb"),
+    ("attention=null", "attention=null: there is no such option of attention; choose one of dense, s2"),
     ("optim={lr:1}", "optim={lr:1}: optim takes the name of an option; set its keys one by one: optim.<key>=<value>"),
     ("train=5", "train=5: expected a mapping, got an integer; set train.<key>=<value>"),
     ("model@x=tiny", "model@x=tiny: groups have fixed places in the configuration; write model=<option>"),
