@@ -68,7 +68,7 @@ def test_states_of_a_bf16_parameter_are_twelve_bytes() -> None:
 
 def test_five_cycles_of_building_and_closing_leave_memory_level() -> None:
     process = psutil.Process()
-    weight = torch.nn.Parameter(torch.zeros(8 * MIB, dtype=torch.bfloat16))
+    weight = torch.nn.Parameter(torch.zeros(24 * MIB, dtype=torch.bfloat16))
     weight.grad = torch.zeros_like(weight)
     first = parameters((torch.bfloat16,))  # the first optimiser of a process has torch import more of itself
     first[0].grad = torch.zeros_like(first[0])

@@ -260,8 +260,9 @@ class OffloadedAdam(torch.optim.Optimizer):
         """Take the weights as they are for the masters: after a checkpoint of weights only, an outer step, or any other outside write."""
         layout = self._open()
         self.synchronize()
-        for slot in layout.slots:
-            for place, piece in self._parts(slot):
+        # By pieces of buckets: the fp32 copy on the device that each cast makes stays small.
+        for place, buckets in ((self._resident, layout.resident), (self._hosted, layout.offloaded)):
+            for piece in (piece for bucket in buckets for piece in bucket.pieces):
                 master = place.of_piece("master", piece)
                 if master is not None:
                     master.copy_(self._weight(piece).float())
