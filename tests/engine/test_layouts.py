@@ -1,4 +1,4 @@
-"""One model, every layout: the same losses, gradient norms and weights from one seed checkpoint, in fp32, with all of the router's losses."""
+"""One model, every layout: the same losses, gradient norms and weights from one seed checkpoint, in fp32, with both router losses."""
 
 from collections.abc import Callable
 from pathlib import Path

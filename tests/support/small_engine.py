@@ -5,6 +5,7 @@ rows of a step are a function of their number alone, so every layout sees the sa
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def make_rows(numbers: Sequence[int], seq_len: int, vocabulary: int = VOCABULARY
         mask[[edge - 1 for edge in edges[1:-1]]] = 0.0
         tokens.append(text)
         masks.append(mask)
-        positions.append(torch.cat([torch.arange(end - start) for start, end in zip(edges, edges[1:], strict=False)]))
+        positions.append(torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(edges)]))
         bounds += [place * seq_len + edge for edge in edges[1:]]
     text = torch.stack(tokens)
     mask = torch.stack(masks)
@@ -128,16 +129,20 @@ def take_step(engine: Engine, step: int, lr: float | None = None) -> Any:
     )  # fmt: skip
 
 
-def gradients_only(engine: Engine, step: int) -> None:
-    """Forward and backward of a step; the main gradients are left as the optimiser would find them, summed over all ranks."""
+def gradients(engine: Engine, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
+    """Main gradients by parameter name after a forward and backward of this rank's `batches`, as the optimiser would find them.
+
+    Whole only without the distributed optimiser, which leaves each rank its shard.
+    """
     from train.engine.step import run_micro_batches
 
-    batches, train = micro_batches(engine, step), engine.config.train
+    train = engine.config.train
     for chunk in engine.chunks:
         chunk.zero_grad_buffer()
     run_micro_batches(
-        engine.chunks, lambda: iter(batches), engine.ranks, engine.micro_batches, train.micro_batch, train.seq_len, train=True
+        engine.chunks, lambda: iter(batches), engine.ranks, len(batches), batches[0].tokens.shape[0], train.seq_len, train=True
     )
+    return {name: parameter.main_grad.clone() for name, parameter in names(engine)}
 
 
 def names(engine: Engine) -> Iterator[tuple[str, torch.nn.Parameter]]:

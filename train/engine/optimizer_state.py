@@ -49,7 +49,7 @@ def restore(optimizer: Any, state: dict[str, Any]) -> None:
     for number, part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             # Core was written for fused Adams without a `step` tensor and looks for one among the checkpoint's.
-            part._set_main_param_and_optimizer_states = functools.partial(_set_keeping_step, part)  # type: ignore[method-assign]
+            part._set_main_param_and_optimizer_states = functools.partial(_set_keeping_step, part)
             part.load_parameter_state_from_fully_reshardable(state[number])
         else:
             for i, (_, main) in enumerate(_weights(part)):
