@@ -6,13 +6,16 @@ All decisions that ranks must share (skip a bad step, stop, save) follow from nu
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from train.checkpoint.directory import newest_complete, prune
+from train.checkpoint.directory import newest_complete
+from train.checkpoint.identity import data_differences
+from train.config.place import write_status
 from train.config.schema import Config
 from train.data.dataset import Batch, BatchSource
 from train.data.entropy import bigram_bits_per_byte
@@ -23,14 +26,17 @@ from train.engine.layout import ParallelLayout
 from train.engine.parallel import Ranks
 from train.engine.step import StepResult, evaluate, train_step
 from train.optim import learning_rate
+from train.preemption import NeverStop, StopRequest
+from train.saving import CHECKPOINTS, Checkpoints
 from train.tracking.build import build_trackers
 from train.tracking.flops import UtilisationMeter
+from train.tracking.identity import keep_identity, stored_identity
 from train.tracking.protocol import NullTracker, Tracker
+from train.watchdog import NoWatchdog, Watchdog
+from train.worker import Hopeless
 
-CHECKPOINTS = "checkpoints"
 
-
-class TrainingStopped(RuntimeError):
+class TrainingStopped(Hopeless):
     """The run cannot go on; the message says why and what to change."""
 
 
@@ -53,9 +59,12 @@ class Clock:
     """Seconds of the parts of a step, since the last log line."""
 
     parts: dict[str, float] = field(default_factory=dict)
+    watchdog: Watchdog = field(default_factory=NoWatchdog)
+    step: int = 0
 
     def time(self, name: str, work: Callable[[], Any]) -> Any:
-        """Call `work` and add its wall time, device work included, to `<name>_seconds`."""
+        """Call `work` and add its wall time, device work included, to `<name>_seconds`; the watchdog knows where we are."""
+        self.watchdog.at(name, self.step)
         started = time.perf_counter()
         result = work()
         self.parts[f"{name}_seconds"] = self.parts.get(f"{name}_seconds", 0.0) + time.perf_counter() - started
@@ -70,8 +79,8 @@ class Clock:
 class Trainer:
     """One run on one rank, from built model to last checkpoint."""
 
-    def __init__(self, config: Config, run_dir: Path, attempt: int, ranks: Ranks, tracker: Tracker) -> None:
-        self.config, self.run_dir, self.ranks, self.tracker = config, run_dir, ranks, tracker
+    def __init__(self, config: Config, run_dir: Path, ranks: Ranks, tracker: Tracker, stop: StopRequest, watchdog: Watchdog) -> None:
+        self.config, self.run_dir, self.ranks, self.tracker, self.stop = config, run_dir, ranks, tracker, stop
         self.layout = ParallelLayout.build(config, ranks.world)
         self.micro_batches = self.layout.micro_batches(config)
         tokenizer = load_tokenizer(config.data.tokenizer)
@@ -83,7 +92,9 @@ class Trainer:
         self.chunks = build_model(config, ranks)
         self.optimizer = build_optimizer(config, ranks, self.chunks)
         self.progress = Progress()
-        self.clock = Clock()
+        self.checkpoints = Checkpoints(config, run_dir, ranks)
+        watchdog.also = lambda: self.checkpoints.under_way
+        self.clock = Clock(watchdog=watchdog)
         self.load = self._expert_load()
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else None
         self.meter = UtilisationMeter(config, ranks.world, device)
@@ -97,43 +108,66 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the newest complete checkpoint of the run, if there is one; incomplete ones are passed over with a word."""
-        path, skipped = newest_complete(self.run_dir / CHECKPOINTS)
-        if self.ranks.is_first:
-            for line in skipped:
-                print(line, flush=True)
+        path = self.checkpoints.newest()
         if path is None:
+            self._say(f"{self.checkpoints.directory}: there is no complete checkpoint, so the run begins at its first step")
             return
         stored = checkpoint.load(path, self.chunks, self.optimizer)
-        if stored["data"] != self.source.fingerprint()["digest"]:
-            raise TrainingStopped(f"{path}: it was written with other data; give back the data sets of that run, or start a new one")
+        differences = data_differences(stored["data"], self.source.fingerprint())
+        if differences:
+            raise TrainingStopped(
+                f"{path}: it was trained on other data ({'; '.join(differences)}); give back the data sets of that run, or start a new one"
+            )
         self.progress = Progress(**stored["progress"])
-        if self.ranks.is_first:
-            print(f"going on from {path}", flush=True)
+        self.checkpoints.saved_step = self.progress.step
+        self._say(f"going on from {path}")
+        self._warn_of_schedule(stored["steps"])
 
-    def run(self) -> None:
-        """Train from the current step to the last one. Raises TrainingStopped when too many steps in a row were bad."""
+    def _warn_of_schedule(self, before: int) -> None:
+        now, optim, step = self.config.train.steps, self.config.optim, self.progress.step + 1
+        if before == now:
+            return
+        old, new = learning_rate(optim, step, before), learning_rate(optim, step, now)
+        self._say(
+            f"train.steps={now}: warning: the run had {before}, and the schedule {optim.schedule} changes with it: "
+            f"the learning rate of step {step} is {new:.4g}, where it would have been {old:.4g}"
+        )
+
+    def _say(self, line: str) -> None:
+        if self.ranks.is_first:
+            print(line, flush=True)
+
+    def run(self) -> bool:
+        """Train from the current step to the last one; False when asked to stop before. Raises Hopeless when it cannot go on."""
         train = self.config.train
         started = time.perf_counter()
         logged_step, logged_tokens = self.progress.step, self.progress.tokens
-        while self.progress.step < train.steps:
+        stopping = False
+        while self.progress.step < train.steps and not stopping:
             result, lr = self._step()
+            stopping, written = result.flags
             step = self.progress.step
-            if step % train.log_every == 0 or step == train.steps or not result.updated:
+            if step % train.log_every == 0 or step == train.steps or stopping or not result.updated:
                 elapsed = time.perf_counter() - started
                 steps, tokens = step - logged_step, self.progress.tokens - logged_tokens
                 self.tracker.log(self._figures(result, lr, elapsed / steps, tokens / elapsed))
                 started, logged_step, logged_tokens = time.perf_counter(), step, self.progress.tokens
             self._stop_if_hopeless(result)
             last = step == train.steps
-            if self.validation is not None and (last or (train.eval_every and step % train.eval_every == 0)):
+            if self.validation is not None and (last or (train.eval_every and step % train.eval_every == 0 and not stopping)):
                 self._evaluate()
                 started, logged_step, logged_tokens = time.perf_counter(), step, self.progress.tokens
             every = self.config.checkpoint.every
-            if last or (every and step % every == 0):
-                self.clock.time("checkpoint", self.save)
+            if last or stopping or (every and step % every == 0):
+                self.clock.time("checkpoint", partial(self.save, last=last or stopping))
+            elif written:
+                self.clock.time("checkpoint", self.checkpoints.finish)
+        self.clock.watchdog.at("the end", self.progress.step)
+        return self.progress.step >= train.steps
 
     def _step(self) -> tuple[StepResult, float]:
         progress, train = self.progress, self.config.train
+        self.clock.step = progress.step + 1
         lr = learning_rate(self.config.optim, progress.step + 1, train.steps)
         batches = self.clock.time("data", lambda: self._micro_batches(self.source, progress.step))
         result = self.clock.time(
@@ -147,6 +181,7 @@ class Trainer:
                 rows=train.micro_batch,
                 seq_len=train.seq_len,
                 lr=lr,
+                flags=(bool(self.stop), self.checkpoints.ended),
             ),
         )
         progress.step += 1
@@ -175,6 +210,7 @@ class Trainer:
             "tokens_per_second": tokens_per_second,
             "step_seconds": step_seconds,
             "skipped_steps": self.progress.skipped,
+            **({"failed_checkpoints": self.checkpoints.failures} if self.checkpoints.failures else {}),
             **self.meter.figures(tokens_per_second),
             **self.clock.take(),
         }
@@ -199,6 +235,7 @@ class Trainer:
         train, source = self.config.train, self.validation
 
         def batches(step: int) -> Callable[[], Iterator[Batch]]:
+            self.clock.watchdog.at(f"evaluation batch {step}", self.progress.step)
             rows = self._micro_batches(source, step)
             return lambda: iter(rows)
 
@@ -216,14 +253,16 @@ class Trainer:
         )
         self.tracker.log({"step": self.progress.step, "val_loss": loss, "val_bits_per_byte": bits, **self.reference})
 
-    def save(self) -> None:
-        """Write a checkpoint of the current step and prune the old ones."""
-        directory = self.run_dir / CHECKPOINTS
-        stored = {"progress": vars(self.progress), "data": self.source.fingerprint()["digest"]}
-        path = checkpoint.save(directory, self.progress.step, self.chunks, self.optimizer, stored)
-        if self.ranks.is_first:
-            prune(directory, self.config.checkpoint.keep)
-            print(f"checkpoint {path}", flush=True)
+    def save(self, *, last: bool) -> None:
+        """Write a checkpoint of the current step, or begin to; the `last` one is complete on return."""
+        stored = {
+            "progress": vars(self.progress).copy(),
+            "steps": self.config.train.steps,
+            "next_sample": self.progress.step * self.config.train.global_batch,
+            "data": self.source.fingerprint(),
+            "tracking_id": stored_identity(self.run_dir),
+        }
+        self.checkpoints.save(self.progress.step, self.chunks, self.optimizer, stored, last=last)
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:
@@ -244,20 +283,34 @@ def _bigram(config: Config, tokenizer: Any) -> dict[str, float]:
     return {"bigram_bits_per_byte": bigram_bits_per_byte(ensure_demo_corpus(config.data), tokenizer)}
 
 
-def pretrain(config: Config, run_dir: Path, attempt: int, resumed: bool, ranks: Ranks, tracker: Tracker | None = None) -> Progress:
-    """Run one pretraining run to its last step on this rank (collective). Returns where it stands.
+def pretrain(
+    config: Config,
+    run_dir: Path,
+    attempt: int,
+    resumed: bool,
+    ranks: Ranks,
+    tracker: Tracker | None = None,
+    stop: StopRequest | None = None,
+    watchdog: Watchdog | None = None,
+) -> Progress:
+    """Run one pretraining run to its last step, or until asked to stop, on this rank (collective). Returns where it stands.
 
-    `tracker` replaces the configured ones, for tests.
+    `tracker` replaces the configured ones, for tests; without `stop` nothing asks, without `watchdog` nothing watches.
     """
     if tracker is None:
+        if resumed and ranks.is_first:
+            keep_identity(run_dir, newest_complete(run_dir / CHECKPOINTS)[0])
         tracker = build_trackers(config, run_dir, attempt) if ranks.is_first else NullTracker()
+    stop = stop if stop is not None else NeverStop()
     status = "failed"
     try:
-        trainer = Trainer(config, run_dir, attempt, ranks, tracker)
+        trainer = Trainer(config, run_dir, ranks, tracker, stop, watchdog or NoWatchdog())
         if resumed:
             trainer.resume()
-        trainer.run()
-        status = "completed"
+        stop.listen()
+        status = "completed" if trainer.run() else "preempted"
+        if status == "preempted" and ranks.is_first:
+            write_status(run_dir, state=status, attempt=attempt, exit_code=0, step=trainer.progress.step)
         return trainer.progress
     finally:
         tracker.finish(status)

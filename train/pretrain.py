@@ -10,27 +10,35 @@ from collections.abc import Sequence
 
 from train.config.errors import ConfigError
 from train.config.publish import resolve
-from train.worker import quiet_dependencies, worker
+from train.preemption import StopRequest
+from train.watchdog import Watchdog
+from train.worker import end_failed, quiet_dependencies, worker
 
 
 def main(argv: Sequence[str]) -> int:
     """Train; returns the exit code, 2 for a configuration that is refused (one line on stderr, the same on every rank)."""
+    stop = StopRequest()
+    stop.listen_early()
     try:
         resolved = resolve(argv)
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
         return 2
-    rank = int(os.environ.get("RANK", "0"))
-    with worker(resolved.run_dir, rank):
+    config, run_dir = resolved.config, resolved.run_dir
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with worker(run_dir, rank):
         quiet_dependencies()
+        watchdog = Watchdog(run_dir, rank, world, config.train.hang_timeout, lambda line: end_failed(run_dir, rank, line, hang=True))
+        watchdog.start()
         from train.engine import parallel
 
-        device = parallel.init_process_group(resolved.config.train.timeout)
+        device = parallel.init_process_group(config.train.timeout)
         from train.loop import pretrain
 
-        ranks = parallel.build_ranks(resolved.config, device)
-        pretrain(resolved.config, resolved.run_dir, resolved.attempt, resolved.resumed, ranks)
+        ranks = parallel.build_ranks(config, device)
+        pretrain(config, run_dir, resolved.attempt, resolved.resumed, ranks, stop=stop, watchdog=watchdog)
         parallel.shutdown()
+        watchdog.stop()
     return 0
 
 

@@ -1,5 +1,6 @@
 """What each process of a run does about itself: end with its parent, keep its output in the run's log, name itself when it fails."""
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -12,7 +13,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
+from train.config.compose import write_atomic
 from train.config.place import read_status, write_status
 
 _PR_SET_PDEATHSIG = 1
@@ -63,22 +66,37 @@ def worker(run_dir: Path, rank: int) -> Iterator[None]:
     failure_path(run_dir, rank).unlink(missing_ok=True)
     if rank != 0:
         _redirect(log)
-    attempt = int(read_status(run_dir).get("attempt", 1))
     try:
         yield
-        if agent is None and rank == 0:
-            write_status(run_dir, state="completed", attempt=attempt, exit_code=0)
+        if agent is None and rank == 0 and read_status(run_dir).get("state") == "running":
+            write_status(run_dir, state="completed", attempt=_attempt(run_dir), exit_code=0)
     except Exception as error:
-        failed = time.time()
-        line = f"rank {rank} failed: {type(error).__name__}: {' '.join(str(error).split())}"
-        failure_path(run_dir, rank).write_text(json.dumps({"rank": rank, "time": failed, "error": line}), encoding="utf-8")
-        if agent is None:
-            write_status(run_dir, state="failed", attempt=attempt, exit_code=1, failed_rank=rank, reason=line)
         traceback.print_exc()
-        print(line, file=sys.stderr, flush=True)
+        end_failed(run_dir, rank, f"{type(error).__name__}: {' '.join(str(error).split())}", final=isinstance(error, Hopeless))
+
+
+class Hopeless(RuntimeError):
+    """An error that starting again would only meet again."""
+
+
+def end_failed(run_dir: Path, rank: int, reason: str, *, final: bool = False, hang: bool = False) -> NoReturn:
+    """End this rank with exit code 1 and leave a record of why, from any thread. `final`: a restart would not help."""
+    line = f"rank {rank} failed: {reason}"
+    record = {"rank": rank, "time": time.time(), "error": line, "final": final, "hang": hang}
+    # A full disk must not keep the process from ending.
+    with contextlib.suppress(OSError):
+        write_atomic(failure_path(run_dir, rank), json.dumps(record))
+        if os.environ.get(AGENT_VARIABLE) is None:
+            write_status(run_dir, state="failed", attempt=_attempt(run_dir), exit_code=1, failed_rank=rank, reason=line)
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
         sys.stdout.flush()
-        # Not sys.exit: interpreter shutdown would wait for collectives and threads that the other ranks will never join.
-        os._exit(1)
+    # Not sys.exit: interpreter shutdown would wait for collectives and threads that the other ranks will never join.
+    os._exit(1)
+
+
+def _attempt(run_dir: Path) -> int:
+    return int(read_status(run_dir).get("attempt", 1))
 
 
 def _redirect(log: Path) -> None:

@@ -59,18 +59,58 @@ def newest_complete(directory: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def prune(directory: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest complete checkpoints; incomplete ones neither count nor are deleted. Returns what went."""
+def is_permanent(step: int, keep_every: int) -> bool:
+    """Whether the checkpoint of `step` is kept for good."""
+    return bool(keep_every) and step % keep_every == 0
+
+
+def prune(directory: Path, keep: int, keep_every: int = 0) -> list[Path]:
+    """Delete all complete checkpoints but the `keep` newest and those whose step `keep_every` divides (0: none); returns what went.
+
+    Incomplete ones neither count nor are deleted.
+    """
     complete = []
-    for _, path in list_checkpoints(directory):
+    for step, path in list_checkpoints(directory):
         try:
             manifest_of(path)
         except ValueError:
             continue
-        complete.append(path)
-    doomed = complete[: max(0, len(complete) - keep)]
+        complete.append((step, path))
+    doomed = [path for step, path in complete[: max(0, len(complete) - keep)] if not is_permanent(step, keep_every)]
     for path in doomed:
-        # A half-deleted checkpoint must not look complete: its manifest goes first.
-        (path / MANIFEST).unlink()
-        shutil.rmtree(path)
+        # A half-deleted checkpoint must not look like one: its name goes first.
+        stale = stale_path(path)
+        shutil.rmtree(stale, ignore_errors=True)
+        path.rename(stale)
+        shutil.rmtree(stale)
     return doomed
+
+
+def stale_path(path: Path) -> Path:
+    """Where a checkpoint lies that is being deleted or replaced."""
+    return path.with_name(f".{path.name}.stale")
+
+
+def partial_path(path: Path) -> Path:
+    """Where a checkpoint lies that is being written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def tidy(directory: Path) -> None:
+    """Clear up after a kill, before a run goes on: delete half-written and half-deleted checkpoints.
+
+    One that was moved aside for another of the same step, which then did not come, is put back.
+    """
+    for path in list(directory.glob(".step_*.stale")):
+        final = directory / path.name[1 : -len(".stale")]
+        try:
+            manifest_of(path)
+        except ValueError:
+            pass
+        else:
+            if not final.exists():
+                path.rename(final)
+                continue
+        shutil.rmtree(path, ignore_errors=True)
+    for path in list(directory.glob(".step_*.partial")):
+        shutil.rmtree(path, ignore_errors=True)

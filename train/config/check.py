@@ -23,8 +23,9 @@ CHOICES = {
     "attention.per": ("kv_head", "q_head"),
     "attention.backend": ("auto", "triton", "flex", "sdpa", "reference"),
     "optim.schedule": ("cosine", "wsd", "constant"),
-    "tracking.kind": ("wandb", "none"),
+    "tracking.kind": ("wandb", "tensorboard", "none"),
     "tracking.mode": ("offline", "online"),
+    "checkpoint.on_failure": ("stop", "continue"),
 }
 AT_LEAST_ONE = (
     "train.steps", "train.seq_len", "train.micro_batch", "train.global_batch", "train.log_every", "model.layers", "model.width",
@@ -35,7 +36,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     "train.eval_every", "train.eval_steps", "train.max_bad_steps", "train.seed", "moe.experts", "moe.aux_coef", "moe.z_coef",
     "attention.offset", "attention.dense_heads", "optim.min_lr", "optim.warmup_steps", "optim.clip", "optim.weight_decay",
-    "checkpoint.every",
+    "checkpoint.every", "checkpoint.keep_every", "train.hang_timeout", "train.max_restarts",
 )  # fmt: skip
 ABOVE_ZERO = ("train.timeout", "model.rope_base", "model.norm_eps", "model.init_std", "optim.lr", "optim.eps", "tracking.start_timeout")
 

@@ -54,6 +54,10 @@ class TrainConfig:
     """Consecutive steps with a NaN or infinite loss or gradient that are skipped before the run stops."""
     timeout: float = 600.0
     """Seconds that a collective may take before its process group gives up."""
+    hang_timeout: float = 600.0
+    """Seconds without progress in a step, a validation or a save after which a rank reports a hang and ends the run; 0: never."""
+    max_restarts: int = 0
+    """How often the launcher starts the processes again after a failure; they go on from the newest complete checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ split over ranks nor ragged documents change a token's weight.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,17 @@ from train.engine.parallel import Ranks
 
 @dataclass(frozen=True)
 class StepResult:
-    """Figures of one step, equal on all ranks. `loss` is in nats a token, `grad_norm` before clipping; `updated` is False when skipped."""
+    """Figures of one step, equal on all ranks. `loss` is in nats a token, `grad_norm` before clipping; `updated` is False when skipped.
+
+    `flags` are the ones given to `train_step`, each true when it was on any rank.
+    """
 
     loss: float
     tokens: int
     target_bytes: float
     grad_norm: float
     updated: bool
+    flags: tuple[bool, ...] = ()
 
     @property
     def bits_per_byte(self) -> float:
@@ -71,10 +75,11 @@ def run_micro_batches(
     return sums
 
 
-def _total(sums: Tensor, ranks: Ranks) -> list[float]:
+def _total(sums: Tensor, ranks: Ranks, flags: Sequence[bool] = ()) -> list[float]:
+    """The sums over all ranks' data, then for each of `flags` the number of ranks where it is set."""
     # Tensor-parallel ranks hold equal sums; counting only the first of each keeps the total exact.
     share = sums if ranks.groups.tp.rank() == 0 else torch.zeros_like(sums)
-    share = share.clone()
+    share = torch.cat((share, sums.new_tensor([float(flag) for flag in flags])))
     dist.all_reduce(share)
     return share.tolist()
 
@@ -89,21 +94,25 @@ def train_step(
     rows: int,
     seq_len: int,
     lr: float,
+    flags: Sequence[bool] = (),
 ) -> StepResult:
-    """Run one step at learning rate `lr`. On a NaN or infinite loss or gradient anywhere, no rank updates anything."""
+    """Run one step at learning rate `lr`. On a NaN or infinite loss or gradient anywhere, no rank updates anything.
+
+    `flags`: what this rank has to tell the others (as many on each rank); they travel with the sums and come back in the result.
+    """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     sums = run_micro_batches(chunks, batches, ranks, micro_batches, rows, seq_len, train=True)
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    loss_sum, tokens, target_bytes, bad = _total(torch.cat((sums, sums.new_tensor([0.0 if math.isfinite(norm) else 1.0]))), ranks)
-    if bad or not math.isfinite(loss_sum):
-        return StepResult(loss_sum / max(tokens, 1.0), int(tokens), target_bytes, norm, False)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    clip_and_step(optimizer, norm)
-    return StepResult(loss_sum / max(tokens, 1.0), int(tokens), target_bytes, norm, True)
+    loss_sum, tokens, target_bytes, bad, *told = _total(sums, ranks, (not math.isfinite(norm), *flags))
+    updated = not bad and math.isfinite(loss_sum)
+    if updated:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        clip_and_step(optimizer, norm)
+    return StepResult(loss_sum / max(tokens, 1.0), int(tokens), target_bytes, norm, updated, tuple(flag > 0 for flag in told))
 
 
 def clip_and_step(optimizer: Any, norm: float) -> None:

@@ -8,7 +8,7 @@ class TrackingConfig:
     """The experiment tracker."""
 
     kind: str = "wandb"
-    """`wandb` or `none`."""
+    """`wandb`, `tensorboard` or `none`."""
     mode: str = "offline"
     """wandb's mode: `offline` or `online`."""
     project: str = "leantron"

@@ -6,7 +6,6 @@ in `<run>/wandb_id`, so that a resumed run goes on as the same wandb run. Sent a
 machine's load; not the environment, the command line, the code, the console or the git state.
 """
 
-import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config.schema import Config
+from train.tracking.identity import ID, identity_path, stored_identity, write_identity
 from train.tracking.protocol import Metrics
-
-_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class TrackerStartError(RuntimeError):
@@ -26,17 +24,13 @@ class TrackerStartError(RuntimeError):
 
 def run_id(run_dir: Path) -> str:
     """The wandb id of the run in `run_dir`, made and kept in `wandb_id` on the first call."""
-    path = run_dir / "wandb_id"
-    if path.exists():
-        text = path.read_text().strip()
-        if _ID.fullmatch(text):
-            return text
-        raise TrackerStartError(f"{path} does not hold a wandb id; delete it to start a new wandb run")
-    made = secrets.token_hex(6)
-    part = path.with_suffix(".part")
-    part.write_text(made + "\n")
-    part.replace(path)  # a kill in between leaves no half id
-    return made
+    text = stored_identity(run_dir)
+    if text is None:
+        text = secrets.token_hex(6)
+        write_identity(run_dir, text)
+    if ID.fullmatch(text):
+        return text
+    raise TrackerStartError(f"{identity_path(run_dir)} does not hold a wandb id; delete it to start a new wandb run")
 
 
 def flatten(metrics: Metrics) -> dict[str, Any]:
