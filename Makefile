@@ -25,9 +25,9 @@ $(STAMP): pyproject.toml constraints.txt scripts/find_python
 	@touch $(STAMP)
 
 demo: setup ## train the demo (CPU, a few minutes), then write its report and a sample
-	$(BIN)/leantron pretrain experiment=demo run.dir=$(DEMO)
+	CUDA_VISIBLE_DEVICES= $(BIN)/leantron pretrain experiment=demo run.dir=$(DEMO)
 	$(BIN)/leantron report $(DEMO)
-	$(BIN)/leantron generate $(DEMO) --prompt "def main():"
+	CUDA_VISIBLE_DEVICES= $(BIN)/leantron generate $(DEMO) --prompt "def main():"
 
 test test-slow: export OMP_NUM_THREADS ?= 1
 
