@@ -30,7 +30,8 @@ def test_the_kernel_equals_an_fp32_loop(counts: list[int], on_host: bool) -> Non
     exact = [t.detach().float().requires_grad_() for t in inputs]
     wanted = _loop(exact[0], torch.tensor(counts), exact[1], exact[2], exact[3])
     assert y.dtype == torch.bfloat16
-    torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=2e-2)
+    assert (y.float() - wanted).norm() <= 1e-2 * wanted.norm()
+    torch.testing.assert_close(y.float(), wanted, rtol=2e-2, atol=5e-2)  # one element's rounding at most; a wrong row is 1 off
     up = torch.randn_like(wanted)
     got = torch.autograd.grad(y, inputs, up.bfloat16())
     for g, w in zip(got, torch.autograd.grad(wanted, exact, up.bfloat16().float()), strict=True):
