@@ -23,6 +23,7 @@ from train.worker import AGENT_VARIABLE, die_with_parent, failure_path
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun's agent until its workers end; return 0, or 1 when one failed, or 128 + the signal that ended it."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to every process of a step; the ranks take it
     parent, report, arguments = int(argv[0]), Path(argv[1]), list(argv[2:])
     die_with_parent(signal.SIGTERM, parent)
     os.environ[AGENT_VARIABLE] = str(os.getpid())
@@ -38,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ordered(failures: dict[int, ProcessFailure], run_dir: Path) -> list[dict[str, object]]:
-    """Return the failures, first cause first: a rank that was killed from outside, then those that say when they failed, in that order.
+    """Return the failures, first cause first: a rank that reports a hang (those that hang are killed afterwards), one that was killed
+    from outside, then those that say when they failed, in that order.
 
     A rank that dies takes the others with it within milliseconds, through a broken collective; torchrun's own times are whole seconds.
     """
@@ -48,8 +50,11 @@ def ordered(failures: dict[int, ProcessFailure], run_dir: Path) -> list[dict[str
         record = json.loads(said.read_text(encoding="utf-8")) if said.is_file() else {}
         killed = failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGABRT)
         message = record.get("error") or failure.message
-        entry = {"rank": rank, "pid": failure.pid, "exit_code": failure.exitcode, "message": " ".join(str(message).split())}
-        found.append(((not killed, record.get("time", float("inf")), rank), entry))
+        entry = {
+            "rank": rank, "pid": failure.pid, "exit_code": failure.exitcode, "message": " ".join(str(message).split()),
+            "final": bool(record.get("final")),
+        }  # fmt: skip
+        found.append(((not record.get("hang"), not killed, record.get("time", float("inf")), rank), entry))
     return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -39,7 +39,7 @@ def pretrain(argv: Sequence[str], worker: Sequence[str] = WORKER) -> int:
         return 0
     sys.stdout.flush()
     run_dir, attempt = claim(config, plan)
-    return start(run_dir, attempt, config.parallel.processes, worker)
+    return start(run_dir, attempt, config.parallel.processes, worker, config.train.max_restarts)
 
 
 def plan_run(overrides: Sequence[str]) -> Config:

@@ -71,8 +71,8 @@ def run_job(composed: DictConfig, worker: Sequence[str]) -> float | None:
     processes = config.parallel.processes
     run_dir, attempt = claim(config, make_plan(config, processes))
     print(f"job {number}: {run_dir}  {' '.join(HydraConfig.get().overrides.task)}", flush=True)
-    code = start(run_dir, attempt, processes, worker)
-    if read_status(run_dir).get("state") == "stopped":
+    code = start(run_dir, attempt, processes, worker, config.train.max_restarts)
+    if read_status(run_dir).get("state") in ("stopped", "preempted"):
         raise KeyboardInterrupt
     if code != 0:
         raise JobFailed(f"job {number}, {run_dir}, ended with exit code {code}")

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -21,13 +22,14 @@ import psutil
 
 from launch.output import Terminal
 from launch.packages import ROOT
-from train.config.place import CONFIG_FILE, write_status
-from train.worker import log_path
+from train.config.place import CONFIG_FILE, read_status, write_status
+from train.worker import log_path, pace_path
 
 WORKER = ("-m", "train.pretrain")
 SAVE_SECONDS = 120.0
-"""How long the workers may take to save and leave after SIGTERM or SIGINT, before they are killed."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""How long the workers may take at least to finish their step, save and leave after a signal, before they are killed."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_TO_PREEMPT = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def command(run_dir: Path, processes: int, worker: Sequence[str] = WORKER) -> list[str]:
@@ -60,8 +62,9 @@ def available_cores() -> int:
 class Child:
     """The running torchrun and what its workers are told."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", run_dir: Path) -> None:
         self.process = process
+        self._run_dir = run_dir
         self.received: int | None = None
         self._asked_at: float | None = None
 
@@ -78,12 +81,12 @@ class Child:
             self.kill()
 
     def wait(self) -> int:
-        """Wait for torchrun; after a forwarded signal at most `SAVE_SECONDS`."""
+        """Wait for torchrun; after a forwarded signal as long as the run's saves and steps have shown to take."""
         while True:
             try:
                 return self.process.wait(timeout=0.5)
             except subprocess.TimeoutExpired:
-                if self._asked_at is not None and time.monotonic() - self._asked_at > SAVE_SECONDS:
+                if self._asked_at is not None and time.monotonic() - self._asked_at > save_limit(self._run_dir):
                     self.kill()
 
     def kill(self) -> None:
@@ -104,16 +107,47 @@ class Child:
             return []
 
 
+def save_limit(run_dir: Path) -> float:
+    """Seconds that workers may take to save and leave: three times what the run's last save, step and validation took together."""
+    try:
+        pace = json.loads(pace_path(run_dir).read_text(encoding="utf-8"))
+        return max(SAVE_SECONDS, 3.0 * sum(float(seconds) for seconds in pace.values()))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return SAVE_SECONDS
+
+
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-def start(run_dir: Path, attempt: int, processes: int, worker: Sequence[str] = WORKER) -> int:
+def start(run_dir: Path, attempt: int, processes: int, worker: Sequence[str] = WORKER, max_restarts: int = 0) -> int:
     """Run the claimed run in `run_dir` to its end. Returns its exit code: 0, 1, or 128 + the signal that stopped it.
 
-    `worker`: what torchrun starts on each process; it gets `--config <run>/config.yaml`.
+    `worker`: what torchrun starts on each process; it gets `--config <run>/config.yaml`. After a failure that another start may
+    mend, all processes are started again, at most `max_restarts` times; the workers go on from the newest complete checkpoint.
     """
+    for restart in range(max_restarts + 1):
+        ended = _run_once(run_dir, processes, worker)
+        code = _conclude(run_dir, attempt, ended)
+        if code == 0 or ended.received is not None or restart == max_restarts or any(failure["final"] for failure in ended.failures):
+            break
+        attempt += 1
+        print(f"{run_dir}: restart {restart + 1} of {max_restarts}, attempt {attempt}", file=sys.stderr, flush=True)
+        write_status(run_dir, state="running", attempt=attempt)
+    return code
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How torchrun ended: its exit code, the signal that was passed on to it, the ranks that failed, the first cause first."""
+
+    code: int
+    received: int | None
+    failures: Sequence[Mapping[str, object]]
+
+
+def _run_once(run_dir: Path, processes: int, worker: Sequence[str]) -> Ended:
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     report = logs / "agent.json"
@@ -128,27 +162,43 @@ def start(run_dir: Path, attempt: int, processes: int, worker: Sequence[str] = W
         start_new_session=True,
     )
     terminal.handed_over()
-    child = Child(process)
+    child = Child(process, run_dir)
     with _handlers(child.forward, terminal.resize):
         code = child.wait()
     terminal.close()
     failures = json.loads(report.read_text(encoding="utf-8"))["failures"] if report.is_file() else []
     report.unlink(missing_ok=True)
-    return _conclude(run_dir, attempt, code, child.received, failures)
+    return Ended(code, child.received, failures)
 
 
-def _conclude(run_dir: Path, attempt: int, code: int, received: int | None, failures: Sequence[Mapping[str, object]]) -> int:
+def _conclude(run_dir: Path, attempt: int, ended: Ended) -> int:
     """Write the status, say which rank failed and where its log is, and return the exit code."""
-    if received is not None:
-        name = signal.Signals(received).name
-        exit_code = 0 if code == 0 else 128 + received
+    code, failures = ended.code, ended.failures
+    status = read_status(run_dir)
+    if status.get("state") == "preempted" and status.get("attempt") == attempt:  # rank 0 wrote it once all had saved
+        return _preempted(run_dir, attempt, ended.received, f"saved at step {status.get('step')}", step=status.get("step"))
+    if ended.received is not None and code != 0:
+        if ended.received in _TO_PREEMPT and all(_number(failure, "exit_code") == -signal.SIGTERM for failure in failures):
+            return _preempted(run_dir, attempt, ended.received, "there was nothing to save yet")
+        name, exit_code = signal.Signals(ended.received).name, 128 + ended.received
         write_status(run_dir, state="stopped", attempt=attempt, exit_code=exit_code, signal=name)
         print(f"{run_dir}: stopped by {name}; go on with `leantron pretrain resume={run_dir}`", file=sys.stderr)
         return exit_code
     if code == 0:
         write_status(run_dir, state="completed", attempt=attempt, exit_code=0)
         return 0
-    exit_code = code if code > 0 else 128 - code
+    return _failed(run_dir, attempt, code if code > 0 else 128 - code, failures)
+
+
+def _preempted(run_dir: Path, attempt: int, received: int | None, how: str, **details: object) -> int:
+    name = signal.Signals(received).name if received is not None else None
+    write_status(run_dir, state="preempted", attempt=attempt, exit_code=0, signal=name, **details)
+    by = f" by {name}" if name is not None else ""
+    print(f"{run_dir}: preempted{by}, {how}; go on with `leantron pretrain resume={run_dir}`", file=sys.stderr)
+    return 0
+
+
+def _failed(run_dir: Path, attempt: int, exit_code: int, failures: Sequence[Mapping[str, object]]) -> int:
     if not failures:
         write_status(run_dir, state="failed", attempt=attempt, exit_code=exit_code, failed_rank=None, reason="torchrun failed")
         print(f"{run_dir}: torchrun itself failed with exit code {exit_code}; see {log_path(run_dir, 0)}", file=sys.stderr)

@@ -150,6 +150,7 @@ class Trainer:
             if step % train.log_every == 0 or step == train.steps or stopping or not result.updated:
                 elapsed = time.perf_counter() - started
                 steps, tokens = step - logged_step, self.progress.tokens - logged_tokens
+                self.checkpoints.note("step_seconds", elapsed / steps)
                 self.tracker.log(self._figures(result, lr, elapsed / steps, tokens / elapsed))
                 started, logged_step, logged_tokens = time.perf_counter(), step, self.progress.tokens
             self._stop_if_hopeless(result)
@@ -232,7 +233,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         assert self.validation is not None
-        train, source = self.config.train, self.validation
+        train, source, started = self.config.train, self.validation, time.perf_counter()
 
         def batches(step: int) -> Callable[[], Iterator[Batch]]:
             self.clock.watchdog.at(f"evaluation batch {step}", self.progress.step)
@@ -251,6 +252,7 @@ class Trainer:
                 seq_len=train.seq_len,
             ),
         )
+        self.checkpoints.note("evaluation_seconds", time.perf_counter() - started)
         self.tracker.log({"step": self.progress.step, "val_loss": loss, "val_bits_per_byte": bits, **self.reference})
 
     def save(self, *, last: bool) -> None:

@@ -1,5 +1,6 @@
 """The checkpoints of a run: when one is written, in the background or not, which are kept, and what follows when one fails."""
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -9,10 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 from train.checkpoint.directory import newest_complete, prune, tidy
+from train.config.compose import write_atomic
 from train.config.schema import Config
 from train.engine import checkpoint
 from train.engine.parallel import Ranks
-from train.worker import Hopeless
+from train.worker import Hopeless, pace_path
 
 CHECKPOINTS = "checkpoints"
 
@@ -23,7 +25,8 @@ class Checkpoints:
     def __init__(self, config: Config, run_dir: Path, ranks: Ranks) -> None:
         self._config, self._ranks = config.checkpoint, ranks
         self.directory = run_dir / CHECKPOINTS
-        self._pace = run_dir / "logs" / "pace.json"
+        self._run_dir = run_dir
+        self._paces: dict[str, float] = {}
         self._saver = checkpoint.BackgroundSaver(self.directory) if self._config.async_save else None
         self._begun = 0.0
         self.failures = 0
@@ -68,6 +71,16 @@ class Checkpoints:
         started = self._saver.started if self._saver is not None else None
         return (f"writing checkpoint {self.saved_step}, ", started) if started is not None else None
 
+    def note(self, name: str, seconds: float) -> None:
+        """Have rank 0 write down what a save, a step or a validation takes: whoever stops the run waits accordingly."""
+        if not self._ranks.is_first:
+            return
+        pace_path(self._run_dir).parent.mkdir(parents=True, exist_ok=True)
+        known, self._paces = self._paces, {**self._paces, name: seconds}
+        if known.keys() != self._paces.keys() or seconds > 2 * known[name]:
+            with contextlib.suppress(OSError):
+                write_atomic(pace_path(self._run_dir), json.dumps(self._paces))
+
     def finish(self, *, last: bool = False) -> None:
         """Wait for the write in the background, if there is one, and say how it ended."""
         if self._saver is not None and self._saver.state != "idle":
@@ -94,6 +107,5 @@ class Checkpoints:
                 print(f"{error}; checkpoint.on_failure=continue: the run goes on", flush=True)
             return
         if path is not None and self._ranks.is_first:
-            self._pace.parent.mkdir(parents=True, exist_ok=True)
-            self._pace.write_text(json.dumps({"save_seconds": time.monotonic() - self._begun}), encoding="utf-8")
+            self.note("save_seconds", time.monotonic() - self._begun)
             print(f"checkpoint {path}", flush=True)

@@ -52,6 +52,11 @@ def failure_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank_{rank}.failure.json"
 
 
+def pace_path(run_dir: Path) -> Path:
+    """Where rank 0 notes what a save, a step and a validation take: JSON, names to seconds."""
+    return run_dir / "logs" / "pace.json"
+
+
 @contextmanager
 def worker(run_dir: Path, rank: int) -> Iterator[None]:
     """Run a rank's work: output of all ranks but 0 goes to `logs/rank_<n>.log`, an exception is written there with the rank's name.

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from train.config.place import write_status
 from train.worker import worker
 
 config = Path(sys.argv[sys.argv.index("--config") + 1])
@@ -23,7 +24,13 @@ with worker(run_dir, rank):
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "save":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+        def leave(*_: object) -> None:
+            if rank == 0:
+                write_status(run_dir, state="preempted", attempt=1, exit_code=0, step=7)
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, leave)
     if action in ("wait", "save") or plan.get("others") == "wait":
         (run_dir / f"waiting_{rank}").touch()
         time.sleep(60)

@@ -11,6 +11,8 @@ import psutil
 import pytest
 import yaml
 
+from launch.torchrun import save_limit
+
 SMALL = ("experiment=demo", "tracking=none")
 Wait = Callable[[Callable[[], bool], str], None]
 
@@ -81,18 +83,37 @@ def test_a_rank_that_raises_is_named_with_its_error(launcher) -> None:
     assert launcher.status("r")["failed_rank"] == 0
 
 
-@pytest.mark.parametrize(("number", "plan", "code"), [(signal.SIGTERM, "save", 0), (signal.SIGINT, "wait", 130)])
-def test_a_signal_is_passed_on(launcher, wait_for: Wait, number: int, plan: str, code: int) -> None:
-    """Workers that save and leave with 0 make it 0; workers that just die make it 128 + the signal."""
+@pytest.mark.parametrize(
+    ("number", "plan", "code", "state", "how"),
+    [
+        (signal.SIGTERM, "save", 0, "preempted", "preempted by SIGTERM, saved at step 7"),
+        (signal.SIGUSR1, "save", 0, "preempted", "preempted by SIGUSR1, saved at step 7"),
+        (signal.SIGINT, "save", 0, "preempted", "preempted by SIGINT, saved at step 7"),
+        (signal.SIGTERM, "wait", 0, "preempted", "preempted by SIGTERM, there was nothing to save yet"),
+        (signal.SIGINT, "wait", 130, "stopped", "stopped by SIGINT"),
+    ],
+)
+def test_a_signal_is_passed_on(launcher, wait_for: Wait, number: int, plan: str, code: int, state: str, how: str) -> None:
+    """Workers that save and leave, or have nothing to save, make it 0; Ctrl-C on workers that just die 128 + the signal."""
     process = launcher.start(*SMALL, "run.name=s", plan={"0": plan, "1": plan})
     wait_for(waiting(launcher.folder, "s"), "the workers")
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
-    assert err.splitlines()[-1] == f"runs/s: stopped by {signal.Signals(number).name}; go on with `leantron pretrain resume=runs/s`"
+    assert err.splitlines()[-1] == f"runs/s: {how}; go on with `leantron pretrain resume=runs/s`"
     status = launcher.status("s")
-    assert (status["state"], status["signal"], status["exit_code"]) == ("stopped", signal.Signals(number).name, code)
+    assert (status["state"], status["signal"], status["exit_code"]) == (state, signal.Signals(number).name, code)
     assert gone(worker_pids(launcher.folder, "s"))
+
+
+@pytest.mark.parametrize(
+    ("pace", "limit"), [(None, 120.0), ("{", 120.0), ("[]", 120.0), ('{"save_seconds": 50, "step_seconds": 10}', 180.0)]
+)
+def test_the_time_to_save_follows_the_measured_one(tmp_path: Path, pace: str | None, limit: float) -> None:
+    (tmp_path / "logs").mkdir()
+    if pace is not None:
+        (tmp_path / "logs" / "pace.json").write_text(pace)
+    assert save_limit(tmp_path) == limit
 
 
 def test_a_killed_launcher_leaves_no_process(launcher, wait_for: Wait) -> None:

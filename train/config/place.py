@@ -112,9 +112,9 @@ def _claim_new(config: Config, run_dir: Path) -> None:
 
 
 def write_status(run_dir: Path, *, state: str, attempt: int, **details: Any) -> None:
-    """Write `status.json` whole: `state` is `running`, `completed`, `stopped` (asked to) or `failed`; `details` say more.
+    """Write `status.json` whole. `state`: `running`, `completed`, `preempted` (saved when asked to stop), `stopped` or `failed`.
 
-    The time of the attempt's start is kept from the file that is replaced.
+    `details` say more. The time of the attempt's start is kept from the file that is replaced.
     """
     before = read_status(run_dir)
     now = time.time()

@@ -14,7 +14,7 @@ class Tracker(Protocol):
         """Take one line: training lines carry `loss`, evaluation lines `val_loss`."""
 
     def finish(self, status: str) -> None:
-        """Close; `status` is how the run ended, in `status.json`'s words: `completed`, `stopped` or `failed`."""
+        """Close; `status` is how the run ended, in `status.json`'s words: `completed`, `preempted` or `failed`."""
 
 
 class NullTracker:
