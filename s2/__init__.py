@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention import BACKENDS, explain, s2_attention, table
     from .blockmask import BlockMask
+    from .cache import S2Cache, s2_decode
     from .errors import S2Error
     from .pattern import S2Pattern
     from .request import Request
@@ -18,6 +19,8 @@ _HOME = {
     "S2Pattern": "pattern",
     "S2Error": "errors",
     "BlockMask": "blockmask",
+    "S2Cache": "cache",
+    "s2_decode": "cache",
     "Request": "request",
     "s2_attention": "attention",
     "explain": "attention",
@@ -25,7 +28,7 @@ _HOME = {
     "BACKENDS": "attention",
 }
 
-__all__ = ["BACKENDS", "BlockMask", "Request", "S2Error", "S2Pattern", "explain", "s2_attention", "table"]
+__all__ = ["BACKENDS", "BlockMask", "Request", "S2Cache", "S2Error", "S2Pattern", "explain", "s2_attention", "s2_decode", "table"]
 
 
 def __getattr__(name: str) -> Any:
