@@ -46,8 +46,6 @@ def _flex(request: Request) -> str | None:
         return "custom masks with packed documents are not written for it"
     if request.packed and request.q_len != request.k_len:
         return "packed documents with fewer queries than keys are not written for it"
-    if request.is_dense and not request.packed and not request.lse:
-        return "plain causal attention is faster in torch SDPA"
     return None
 
 
@@ -108,13 +106,19 @@ def choose(request: Request, backend: str = "auto") -> Choice:
         return Choice(request, backend)
     refusals: dict[str, str] = {}
     for row in BACKENDS:
-        reason = row.supports(request)
+        reason = row.supports(request) or _slower(row.name, request)
         if reason is None:
             for name, why in refusals.items():
                 _log_once(name, why, row.name)
             return Choice(request, row.name, refusals)
         refusals[row.name] = reason
     raise S2Error("backend", backend, f"none can serve this call: {refusals}", "see the reasons")
+
+
+def _slower(name: str, request: Request) -> str | None:
+    """Why `auto` passes over a back end that could serve the request: another one was measured to be faster (docs/log.md)."""
+    plain = request.is_dense and not request.packed and not request.lse and request.q_len == request.k_len
+    return "plain causal attention is faster in torch SDPA" if plain and name in ("triton", "flex") else None
 
 
 def _log_once(name: str, reason: str, instead: str) -> None:
