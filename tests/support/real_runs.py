@@ -49,9 +49,10 @@ class Job:
     pids: list[int]
     log: str
 
-    def wait(self, seconds: float = 60.0) -> list[int | None]:
-        """Exit codes by rank, -signal for killed ones, None for those that still run after `seconds`."""
-        codes: list[int | None] = self.forge.ask({"wait": self.pids, "seconds": seconds})["codes"]
+    def wait(self, seconds: float = 60.0, ranks: Sequence[int] | None = None) -> list[int | None]:
+        """Exit codes of some ranks, all by default: -signal for killed ones, None for those that still run after `seconds`."""
+        pids = self.pids if ranks is None else [self.pids[rank] for rank in ranks]
+        codes: list[int | None] = self.forge.ask({"wait": pids, "seconds": seconds})["codes"]
         return codes
 
     def finish(self, seconds: float = 60.0) -> "Job":
