@@ -23,7 +23,27 @@ def show_plan(config: Config, plan: dict[str, Any], console: Console | None = No
         table.add_row("" if index else "layers", line)
     parts = ", ".join(f"{name} {_size(value)}" for name, value in memory.items() if name != "total")
     table.add_row("memory (model)", f"{_size(memory['total'])} for the fullest process: {parts}")
+    for index, line in enumerate(offload_lines(plan["offload"])):
+        table.add_row("" if index else "states (model)", line)
     console.print(table)
+
+
+def offload_lines(offload: dict[str, Any]) -> list[str]:
+    """Return what each place of the optimiser's states takes and costs, one line each, the chosen one marked; [] when none is offloaded."""
+    if offload["mode"] == "none":
+        return []
+    lines = []
+    for each in offload["modes"]:
+        mark = ">" if each["mode"] == offload["mode"] else " "
+        share = f" {each['fraction']:.0%}" if each["mode"] != "none" else ""
+        device, host = _size(each["device_bytes"] / 2**30), _size(each["host_bytes"] / 2**30)
+        lines.append(f"{mark} {each['mode']}{share}: {device} on the device, {host} on the host, up to {each['seconds']:.2f} s a step")
+    assumed = offload["assumptions"]
+    lines.append(
+        f"at {assumed['host_link_both_ways_gb_s']:.1f} GB/s each way and {assumed['host_adam_gparams_s_per_core']:.2f} G parameters/s "
+        f"for each of {assumed['threads']} cores, rates of {assumed['measured_on']}"
+    )
+    return lines
 
 
 def _size(gib: float) -> str:

@@ -56,7 +56,7 @@ def test_every_shipped_option_composes_checks_and_plans(option: str, indexed: st
 
 def test_every_group_has_options_and_every_section_that_is_a_group_names_known_keys() -> None:
     assert {option.partition("=")[0] for option in SHIPPED} == {
-        "attention", "checkpoint", "data", "experiment", "model", "moe", "optim", "parallel", "tracking",
+        "attention", "checkpoint", "data", "experiment", "model", "moe", "offload", "optim", "parallel", "tracking",
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from moe.config import MoeConfig
 from s2.errors import S2Error
 from s2.pattern import S2Pattern
 from train.config.check_data import check_data
+from train.config.check_offload import check_offload
 from train.config.errors import ConfigError
 from train.config.schema import Config, TrainConfig
 from train.engine.layout import ParallelLayout, ffn_width, head_dim
@@ -22,6 +23,7 @@ CHOICES = {
     "attention.kind": ("dense", "s2"),
     "attention.per": ("kv_head", "q_head"),
     "attention.backend": ("auto", "triton", "flex", "sdpa", "reference"),
+    "offload.mode": ("none", "stream", "cpu_step", "auto"),
     "optim.schedule": ("cosine", "wsd", "constant"),
     "tracking.kind": ("wandb", "tensorboard", "none"),
     "tracking.mode": ("offline", "online"),
@@ -44,7 +46,8 @@ ABOVE_ZERO = ("train.timeout", "model.rope_base", "model.norm_eps", "model.init_
 def check(config: Config, world_size: int) -> Config:
     """Return `config` with the derived sizes filled in, or raise ConfigError for the first rule that it breaks.
 
-    `world_size` is the number of processes of the run. Filled in: model.ffn_width, kv_heads, head_dim, vocab_size; moe.ffn_width.
+    `world_size` is the number of processes of the run. Filled in: model.ffn_width, kv_heads, head_dim, vocab_size; moe.ffn_width;
+    what `offload.mode=auto` chooses.
     Reads the headers of the data sets and the tokenizer; touches no process group and writes nothing.
     """
     _check_values(config)
@@ -54,9 +57,10 @@ def check(config: Config, world_size: int) -> Config:
     _check_train(config.train)
     _check_optim(config.optim, config.train)
     attention_pattern(config)
-    ParallelLayout.build(config, world_size)
+    layout = ParallelLayout.build(config, world_size)
     vocabulary = check_data(config)
-    return replace(config, model=replace(config.model, vocab_size=vocabulary))
+    config = replace(config, model=replace(config.model, vocab_size=vocabulary))
+    return replace(config, offload=check_offload(config, layout))
 
 
 def attention_pattern(config: Config) -> S2Pattern:

@@ -3,11 +3,14 @@
 Everything is closed form; nothing is measured. The memory is a model and is labelled so wherever it is shown.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 from train.config.check import attention_pattern
 from train.config.schema import Config
 from train.engine.layout import ParallelLayout
+from train.offload.machine import cores
+from train.offload.plan import ASSUMPTIONS, every_mode, place
 
 GIB = 2**30
 
@@ -29,6 +32,7 @@ def make_plan(config: Config, world: int) -> dict[str, Any]:
         "tokens": tokens * config.train.steps,
         "layers": layer_table(config),
         "memory_model": memory_model(config, layout),
+        "offload": offload_plan(config, layout),
     }  # fmt: skip
 
 
@@ -86,27 +90,45 @@ def memory_model(config: Config, layout: ParallelLayout) -> dict[str, float]:
     Parameters are taken as evenly spread over stages and tensor-parallel ranks; an activation checkpoint is one residual row, a block
     without recomputation keeps its linear layers' inputs and outputs. Allocator waste and communication buffers are left out.
     """
-    model, train, moe = config.model, config.train, config.moe
-    parameters = count_parameters(config)
-    blocks = len(moe.blocks(model.layers))
-    expert = blocks * moe.experts * expert_parameters(config) / (layout.pp * layout.ep)
-    ordinary = (parameters["total"] - blocks * moe.experts * expert_parameters(config)) / (layout.pp * layout.tp)
+    model, train = config.model, config.train
+    ordinary, expert = _parameters_of_a_process(config, layout)
     low = train.precision == "bf16"
-    weight_bytes, state_bytes = (2, 12) if low else (4, 8)
-    sharded = config.parallel.distributed_optimizer
-    states = ordinary / (layout.dp if sharded else 1) + expert / (layout.edp if sharded else 1)
+    states = place(optimizer_parts(config, layout), low, config.offload.mode, config.offload.fraction, 1)
     tokens = train.micro_batch * train.seq_len
     kept = _activation_numbers(config, layout) * tokens * (2 if low else 4)
     in_flight = layout.pp if layout.pp > 1 else 1
     logits = tokens * (model.vocab_size or 0) / layout.tp * 4 * 2
     parts = {
-        "weights": (ordinary + expert) * weight_bytes / GIB,
+        "weights": (ordinary + expert) * (2 if low else 4) / GIB,
         "gradients": (ordinary + expert) * 4 / GIB,
-        "optimizer": states * state_bytes / GIB,
+        "optimizer": states.device_bytes / GIB,
         "activations": kept * in_flight / GIB,
         "logits": logits / GIB,
     }
     return {**parts, "total": sum(parts.values())}
+
+
+def _parameters_of_a_process(config: Config, layout: ParallelLayout) -> tuple[float, float]:
+    """(Ordinary parameters, those of experts) that a process holds."""
+    experts = len(config.moe.blocks(config.model.layers)) * config.moe.experts * expert_parameters(config)
+    ordinary = count_parameters(config)["total"] - experts
+    return ordinary / (layout.pp * layout.tp), experts / (layout.pp * layout.ep)
+
+
+def optimizer_parts(config: Config, layout: ParallelLayout) -> list[int]:
+    """Parameters in a process's shard of each optimiser: of the ordinary ones and, where there are any, of the experts."""
+    ordinary, expert = _parameters_of_a_process(config, layout)
+    sharded = config.parallel.distributed_optimizer
+    parts = [ordinary / (layout.dp if sharded else 1), expert / (layout.edp if sharded else 1)]
+    return [round(part) for part in parts if part]
+
+
+def offload_plan(config: Config, layout: ParallelLayout) -> dict[str, Any]:
+    """Return what each place of the optimiser's states takes of a process and adds to a step, with the assumptions behind the seconds."""
+    offload, threads = config.offload, max(1, cores() // config.parallel.processes)
+    low = config.train.precision == "bf16"
+    modes = every_mode(optimizer_parts(config, layout), low, offload.fraction, threads)
+    return {"mode": offload.mode, "modes": [asdict(each) for each in modes], "assumptions": {**ASSUMPTIONS, "threads": threads}}
 
 
 def _activation_numbers(config: Config, layout: ParallelLayout) -> float:

@@ -13,7 +13,7 @@ from train.config.schema import Config
 MAY_CHANGE = (
     "train.steps", "train.eval_every", "train.eval_steps", "train.log_every", "train.max_bad_steps", "train.timeout",
     "train.hang_timeout", "train.max_restarts",
-    "data.cache", "resume", "checkpoint.", "tracking.", "parallel.",
+    "data.cache", "resume", "checkpoint.", "tracking.", "parallel.", "offload.",
 )  # fmt: skip
 
 

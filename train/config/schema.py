@@ -10,6 +10,7 @@ from train.checkpoint.config import CheckpointConfig
 from train.data.config import DataConfig
 from train.engine.config import ParallelConfig
 from train.model.config import AttentionConfig, ModelConfig
+from train.offload.config import OffloadConfig
 from train.optim import OptimConfig
 from train.tracking.config import TrackingConfig
 
@@ -73,6 +74,7 @@ class Config:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -1,5 +1,6 @@
 """From a checked configuration to a model in data-parallel wrapping and its optimiser."""
 
+import os
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from train.config.schema import Config
 from train.engine.core_config import transformer_config
 from train.engine.init import initialize
 from train.engine.model import LanguageModel
+from train.engine.offload import offload, own_masters
 from train.engine.parallel import Ranks
 
 
@@ -64,7 +66,10 @@ def _data_parallel(chunks: list[Any], core: TransformerConfig, config: Config, r
 
 
 def build_optimizer(config: Config, ranks: Ranks, chunks: list[Any]) -> Any:
-    """Core's (distributed) optimiser with torch's fused AdamW inside: fp32 masters over bf16 weights, no decay on norms."""
+    """Core's (distributed) optimiser with torch's fused AdamW inside: fp32 masters over bf16 weights, no decay on norms.
+
+    Its states are where `offload.mode` says.
+    """
     optim = config.optim
     settings = OptimizerConfig(
         optimizer="adam",
@@ -80,11 +85,22 @@ def build_optimizer(config: Config, ranks: Ranks, chunks: list[Any]) -> Any:
         use_distributed_optimizer=config.parallel.distributed_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
     )
+    offloaded = config.offload.mode != "none"
+    if offloaded:
+        own_masters(settings)
     optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=ranks.device.type == "cuda")
+    if offloaded:
+        offload(optimizer, config.offload.mode, config.offload.fraction, _threads_of_a_rank())
+        return optimizer
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:
             _prepare_adam(part.optimizer)
     return optimizer
+
+
+def _threads_of_a_rank() -> int:
+    # torchrun sets one thread a process, which costs the host's Adam its speed.
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _prepare_adam(adam: torch.optim.Optimizer) -> None:

@@ -122,7 +122,9 @@ def clip_and_step(optimizer: Any, norm: float) -> None:
     for part in optimizer.chained_optimizers:
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+            # An optimiser that owns its masters finds its gradients under another name.
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
     optimizer.step_with_ready_grads()
 
 

@@ -256,15 +256,19 @@ class OffloadedAdam(torch.optim.Optimizer):
             yield self._hosted, Piece(slot, inside, slot.numel)
 
     @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take the weights as they are for the masters: after a checkpoint of weights only, an outer step, or any other outside write."""
+    def refresh_masters(self, parameters: Sequence[Tensor] | None = None) -> None:
+        """Take weights as they are for the masters: after a checkpoint of weights only, an outer step, or any other outside write.
+
+        `parameters`: those whose weights were written; None: all.
+        """
         layout = self._open()
         self.synchronize()
+        chosen = None if parameters is None else {self._slot(parameter).index for parameter in parameters}
         # By pieces of buckets: the fp32 copy on the device that each cast makes stays small.
         for place, buckets in ((self._resident, layout.resident), (self._hosted, layout.offloaded)):
             for piece in (piece for bucket in buckets for piece in bucket.pieces):
                 master = place.of_piece("master", piece)
-                if master is not None:
+                if master is not None and (chosen is None or piece.slot.index in chosen):
                     master.copy_(self._weight(piece).float())
 
     @torch.no_grad()

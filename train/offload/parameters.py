@@ -36,7 +36,9 @@ def one_device(weights: Sequence[Tensor]) -> torch.device:
     if len({id(weight) for weight in weights}) < len(weights):
         raise ValueError("a parameter is listed twice; give each one once, as model.parameters() does for shared ones")
     devices = {weight.device for weight in weights}
-    if len(devices) > 1 or not devices:
+    if not devices:  # a rank whose shard of these groups is empty
+        return torch.device("cpu")
+    if len(devices) > 1:
         raise ValueError(f"parameters on {sorted(map(str, devices))}: they must share one device; make one optimiser for each")
     (device,) = devices
     if device.type not in ("cuda", "cpu"):

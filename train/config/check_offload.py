@@ -1,0 +1,53 @@
+"""Rules about the place of the optimiser's states, and the choice that `offload.mode=auto` leaves to the machine."""
+
+from dataclasses import replace
+
+from train.config.errors import ConfigError
+from train.config.schema import Config
+from train.engine.layout import ParallelLayout
+from train.offload.config import OffloadConfig
+from train.offload.machine import cores, gpu_bytes, host_bytes
+from train.offload.plan import choose
+
+DEVICE_SHARE = 0.92
+"""Share of the GPU's memory that `auto` plans with; the rest is for CUDA, NCCL, the allocator's waste and the model's error."""
+HOST_SHARE = 0.9
+"""Share of the host's free memory that `auto` plans with."""
+GIB = 2**30
+
+
+def check_offload(config: Config, layout: ParallelLayout) -> OffloadConfig:
+    """Return the mode and fraction of a run whose other sizes are filled in; `auto` is resolved. Raises ConfigError."""
+    offload = config.offload
+    if not 0.0 < offload.fraction <= 1.0:
+        raise ConfigError("offload.fraction", offload.fraction, "it is a share of the states' bytes", "use a number over 0 and up to 1")
+    if offload.fraction != 1.0 and offload.mode in ("none", "auto"):
+        rule = "nothing is on the host with offload.mode=none" if offload.mode == "none" else "offload.mode=auto chooses its own"
+        raise ConfigError("offload.fraction", offload.fraction, rule, "leave it out, or use offload=stream or offload=cpu_step")
+    if offload.mode != "none" and not config.parallel.distributed_optimizer:
+        rule = "offloaded states are those of the distributed optimiser, and parallel.distributed_optimizer=false"
+        raise ConfigError("offload.mode", offload.mode, rule, "use parallel.distributed_optimizer=true, or offload=none")
+    return _resolved(config, layout) if offload.mode == "auto" else offload
+
+
+def _resolved(config: Config, layout: ParallelLayout) -> OffloadConfig:
+    from train.config.plan import memory_model, optimizer_parts  # the plan stands on the checks
+
+    try:
+        device = gpu_bytes()
+    except OSError as error:
+        raise ConfigError("offload.mode", "auto", str(error), "choose offload=none, offload=stream or offload=cpu_step") from error
+    if device is None:  # host and device are the same memory: moving states within it saves nothing
+        return replace(config.offload, mode="none")
+    local = config.parallel.processes
+    rest = memory_model(replace(config, offload=OffloadConfig()), layout)
+    others = (rest["total"] - rest["optimizer"]) * GIB
+    room, host = DEVICE_SHARE * device - others, HOST_SHARE * host_bytes() / local
+    chosen = choose(optimizer_parts(config, layout), config.train.precision == "bf16", room, host, max(1, cores() // local))
+    if chosen is None:
+        rule = (
+            f"no share of the states on the host makes the run fit: weights, gradients and activations take {others / GIB:.1f} GiB of "
+            f"{device / GIB:.1f} by the plan's model, and the host has {host / GIB:.1f} GiB for each process"
+        )
+        raise ConfigError("offload.mode", "auto", rule, "use train.recompute=full, more processes or a smaller model")
+    return replace(config.offload, mode=chosen.mode, fraction=chosen.fraction or 1.0)
