@@ -1,4 +1,4 @@
-"""The command line: `leantron pretrain | data | generate | report | config`. Mistakes end in one line on stderr and exit code 2."""
+"""The command line, `leantron <command> ...`. Mistakes end in one line on stderr and exit code 2."""
 
 import sys
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ usage: leantron <command> ...
   config <overrides>                     print the configuration that the overrides make
   data build | show                      index text, JSONL or Parquet files for training; look into an index
   generate <run> --prompt TEXT           continue a text with a trained run
+  checkpoints <run>                      list a run's checkpoints: step, size, whether complete, whether kept for good
   report <run>                           draw a run's curves and patterns into <run>/report/index.html
   doctor                                 what this machine offers: devices, packages, attention back ends
 
@@ -69,6 +70,8 @@ def _dispatch(arguments: list[str]) -> int:
         from train.generate import main as generate_main
 
         return generate_main(rest)
+    if command == "checkpoints":
+        return _checkpoints(rest)
     if command == "report":
         return _report(rest)
     if command == "doctor":
@@ -99,6 +102,17 @@ def _data(rest: list[str]) -> int:
     return run(parser.parse_args(rest))
 
 
+def _checkpoints(rest: list[str]) -> int:
+    if "-h" in rest or "--help" in rest:
+        print("usage: leantron checkpoints <run>\n\nList a run's checkpoints: step, size, whether complete, whether kept for good.")
+        return 0
+    from launch.checkpoints import show_checkpoints
+    from launch.pretrain import existing_run
+
+    run_dir, _ = existing_run(rest, "checkpoints")
+    return show_checkpoints(run_dir)
+
+
 def _report(rest: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         print("usage: leantron report <run>\n\nDraw a run's curves and patterns into <run>/report/index.html.")
@@ -116,7 +130,7 @@ def _unknown(command: str) -> int:
 
     from train.config.errors import ConfigError
 
-    commands = ("pretrain", "config", "data", "generate", "report", "doctor")
+    commands = ("pretrain", "config", "data", "generate", "checkpoints", "report", "doctor")
     closest = difflib.get_close_matches(command, commands, n=1)
     remedy = f"did you mean {closest[0]}?" if closest else f"use one of {', '.join(commands)}"
     if "=" in command:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train.checkpoint.directory import newest_complete
+from train.checkpoint.directory import CHECKPOINTS, newest_complete
 from train.checkpoint.identity import data_differences
 from train.config.place import write_status
 from train.config.schema import Config
@@ -27,7 +27,7 @@ from train.engine.parallel import Ranks
 from train.engine.step import StepResult, evaluate, train_step
 from train.optim import learning_rate
 from train.preemption import NeverStop, StopRequest
-from train.saving import CHECKPOINTS, Checkpoints
+from train.saving import Checkpoints
 from train.tracking.build import build_trackers
 from train.tracking.flops import UtilisationMeter
 from train.tracking.identity import keep_identity, stored_identity

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from train.checkpoint.directory import newest_complete, prune, tidy
+from train.checkpoint.directory import CHECKPOINTS, newest_complete, prune, tidy
 from train.config.compose import write_atomic
 from train.config.schema import Config
 from train.engine import checkpoint
 from train.engine.parallel import Ranks
 from train.worker import Hopeless, pace_path
-
-CHECKPOINTS = "checkpoints"
 
 
 class Checkpoints:

@@ -17,7 +17,8 @@ import pytest
 from train.config.schema import Config
 from train.tracking import build_trackers, read_metrics
 from train.tracking.config import TrackingConfig
-from train.tracking.wandb_tracker import TrackerStartError, WandbTracker, flatten, run_id
+from train.tracking.protocol import TrackerStartError, flatten
+from train.tracking.wandb_tracker import WandbTracker, run_id
 
 SECRET = "not-a-real-key-" + "0123456789abcdef" * 2
 

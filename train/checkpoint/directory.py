@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "leantron.json"
+CHECKPOINTS = "checkpoints"
+"""Name of the folder in a run's directory."""
 _NAME = re.compile(r"step_(\d{8,})")
 
 

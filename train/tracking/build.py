@@ -2,15 +2,17 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from train.config.schema import Config
 from train.tracking.console import ConsoleTracker
 from train.tracking.jsonl import JsonlTracker
-from train.tracking.protocol import Metrics, Tracker
-from train.tracking.wandb_tracker import TrackerStartError, WandbTracker
+from train.tracking.protocol import Metrics, Tracker, TrackerStartError
+from train.tracking.starting import PATIENCE, StartingTracker
+from train.tracking.tensorboard_tracker import TensorboardTracker
+from train.tracking.wandb_tracker import WandbTracker
 
 
 class CompositeTracker:
@@ -71,18 +73,30 @@ class CompositeTracker:
 def build_trackers(config: Config, run_dir: Path, attempt: int) -> CompositeTracker:
     """The trackers that `config.tracking` asks for, writing under `run_dir`; only the first rank calls it, before its first collective.
 
-    `metrics.jsonl` must be writable (OSError otherwise). wandb that does not start within `tracking.start_timeout` is left out and
-    said so in one line.
+    `metrics.jsonl` must be writable (OSError otherwise). A tracker that does not start (wandb within
+    `tracking.start_timeout`) is left out and said so in one line; the run waits for it a few seconds only, and then goes on.
     """
     trackers: list[tuple[str, Tracker]] = [("metrics.jsonl", JsonlTracker(run_dir / "metrics.jsonl"))]
     composite = CompositeTracker(trackers, attempt)
-    if config.tracking.kind == "wandb":
-        try:
-            tracker = WandbTracker.start(config, run_dir, attempt)
-        except TrackerStartError as error:
-            composite.report_start("wandb", error)
-        else:
-            composite.add("wandb", tracker)
-            print(f"tracking: wandb {config.tracking.mode} in {tracker.folder}", flush=True)
+    kind = config.tracking.kind
+    try:
+        if kind == "wandb":
+            composite.add(kind, _starting_wandb(config, run_dir, attempt, lambda error: composite.report_start(kind, error)))
+        elif kind == "tensorboard":
+            board = TensorboardTracker(run_dir)
+            composite.add(kind, board)
+            print(f"tracking: `tensorboard --logdir {board.folder}`", flush=True)
+    except TrackerStartError as error:
+        composite.report_start(kind, error)
     composite.add("console", ConsoleTracker(config.train.steps))
     return composite
+
+
+def _starting_wandb(config: Config, run_dir: Path, attempt: int, failed: Callable[[Exception], None]) -> Tracker:
+    def start() -> WandbTracker:
+        tracker = WandbTracker.start(config, run_dir, attempt)
+        print(f"tracking: wandb {config.tracking.mode} in {tracker.folder}", flush=True)
+        return tracker
+
+    # A start that is over sooner than our patience is known before the first line.
+    return StartingTracker(start, failed, min(PATIENCE, config.tracking.start_timeout + 1.0))

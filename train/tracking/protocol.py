@@ -1,4 +1,4 @@
-"""The interface of everything that receives a run's figures, and the one that receives and does nothing."""
+"""The interface of everything that receives a run's figures, what its kinds share, and the one that receives and does nothing."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -25,3 +25,21 @@ class NullTracker:
 
     def finish(self, status: str) -> None:
         """Nothing."""
+
+
+class TrackerStartError(RuntimeError):
+    """The tracker did not start; the message is one line."""
+
+
+def flatten(metrics: Metrics) -> dict[str, Any]:
+    """One level of `a/b` names. Lists become their extremes, `<name>_min` and `<name>_max`: trackers keep a chart for each name."""
+    flat: dict[str, Any] = {}
+    for key, value in metrics.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}/{name}": item for name, item in flatten(value).items()}
+        elif isinstance(value, list | tuple):
+            if value and all(isinstance(item, int | float) for item in value):
+                flat |= {f"{key}_min": min(value), f"{key}_max": max(value)}
+        else:
+            flat[key] = value
+    return flat

@@ -8,18 +8,14 @@ machine's load; not the environment, the command line, the code, the console or 
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from train.config.schema import Config
 from train.tracking.identity import ID, identity_path, stored_identity, write_identity
-from train.tracking.protocol import Metrics
-
-
-class TrackerStartError(RuntimeError):
-    """The tracker did not start; the message is one line."""
+from train.tracking.protocol import Metrics, TrackerStartError, flatten
 
 
 def run_id(run_dir: Path) -> str:
@@ -31,20 +27,6 @@ def run_id(run_dir: Path) -> str:
     if ID.fullmatch(text):
         return text
     raise TrackerStartError(f"{identity_path(run_dir)} does not hold a wandb id; delete it to start a new wandb run")
-
-
-def flatten(metrics: Metrics) -> dict[str, Any]:
-    """One level of `a/b` names. Lists become their extremes, `<name>_min` and `<name>_max`: wandb keeps a chart for each name."""
-    flat: dict[str, Any] = {}
-    for key, value in metrics.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{key}/{name}": item for name, item in flatten(value).items()}
-        elif isinstance(value, list | tuple):
-            if value and all(isinstance(item, int | float) for item in value):
-                flat |= {f"{key}_min": min(value), f"{key}_max": max(value)}
-        else:
-            flat[key] = value
-    return flat
 
 
 class WandbTracker:
