@@ -92,7 +92,7 @@ def build_optimizer(config: Config, mode: str, ranks: Any, chunks: list[Any]) ->
         adam_beta2=optim.betas[1], adam_eps=optim.eps, clip_grad=optim.clip, bf16=True, params_dtype=torch.bfloat16,
         use_distributed_optimizer=True, **HYBRID,
     )  # fmt: skip
-    return get_megatron_optimizer(settings, chunks)
+    return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=ranks.device.type == "cuda")
 
 
 def stepper(config: Config, optimizer: Any, ranks: Any, chunks: list[Any], tokens: int) -> Callable[[], float]:
@@ -103,17 +103,17 @@ def stepper(config: Config, optimizer: Any, ranks: Any, chunks: list[Any], token
     seq = config.train.seq_len
     rows = min(ROWS, tokens // seq)
     micro_batches = tokens // (rows * seq)
-    generator = torch.Generator("cuda").manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(micro_batches):
-        row = torch.randint(config.model.vocab_size or 0, (rows, seq + 1), device="cuda", generator=generator)
-        positions, mask = torch.arange(seq, device="cuda").expand(rows, seq), torch.ones(rows, seq, device="cuda")
+        row = torch.randint(config.model.vocab_size or 0, (rows, seq + 1), generator=generator).to(ranks.device)
+        positions, mask = torch.arange(seq).expand(rows, seq).to(ranks.device), torch.ones(rows, seq, device=ranks.device)
         batches.append(Batch(row[:, :-1].contiguous(), row[:, 1:].contiguous(), mask, positions, None, [], 1.0))
 
     def step() -> float:
         return train_step(
             chunks, optimizer, lambda: iter(batches), ranks, micro_batches=micro_batches, rows=rows, seq_len=seq, lr=3e-4
-        ).loss  # fmt: skip
+        ).loss
 
     return step
 
@@ -151,10 +151,6 @@ def measure(config: Config, mode: str, token_counts: list[int], steps: int) -> d
         if hasattr(part, "planned_bytes"):
             row["planned_bytes"] = part.planned_bytes
             part.close()
-    del optimizer, chunks, parts, step
-    parallel.shutdown()
-    gc.collect()
-    torch.cuda.empty_cache()
     return row
 
 
@@ -192,6 +188,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    from train.engine import parallel
     from train.worker import quiet_dependencies
 
     quiet_dependencies()
@@ -217,6 +214,9 @@ def main() -> None:
             rows.append(measure(config, mode, arguments.tokens, arguments.steps))
         except Exception as error:  # one mode's failure is a result; the others are still measured
             rows.append({"mode": mode, "error": f"{type(error).__name__}: {error}"})
+        parallel.shutdown()
+        gc.collect()
+        torch.cuda.empty_cache()
     report(rows, rates)
     if arguments.out is not None:
         content = {

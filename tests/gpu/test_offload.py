@@ -141,31 +141,24 @@ def test_memory_is_what_was_planned_and_level_over_five_cycles(mode: str) -> Non
     assert max(host for _, host in levels) - levels[0][1] < 64 * MIB
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
-    from train.engine import parallel
-
-    yield
-    parallel.shutdown()
-
-
 def engine_losses(offload: dict[str, Any], folder: Path, load: str | None = None) -> tuple[list[float], str, dict[str, torch.Tensor]]:
-    """Losses of three steps, the path of a checkpoint, and the optimiser's states by parameter."""
+    """Losses of three steps (none after a load), the path of a checkpoint, and the optimiser's states by parameter."""
     from small_engine import assemble, build, pieces, small_config, take_step
 
-    from train.engine import checkpoint
+    from train.engine import checkpoint, parallel
 
-    config = small_config({"train.precision": "bf16", "optim.clip": 0.05, **offload})
-    config = replace(config, attention=replace(config.attention, backend="reference"))
-    engine = build(config, load)
-    losses = [take_step(engine, step).loss for step in range(3)] if load is None else []
-    states = assemble([[piece for piece in pieces(engine) if piece.name.startswith("optimizer.state")]])
-    path = str(checkpoint.save(folder, 3, engine.chunks, engine.optimizer, {}))
-    return losses, path, {name: value.cpu() for name, value in states.items()}
+    dense = {"attention.kind": "dense", "model.head_dim": 64, "train.precision": "bf16", "optim.clip": 0.05}
+    try:
+        engine = build(small_config({**dense, **offload}), load)
+        losses = [take_step(engine, step).loss for step in range(3)] if load is None else []
+        states = assemble([[piece for piece in pieces(engine) if piece.name.startswith("optimizer.state")]])
+        path = str(checkpoint.save(folder, 3, engine.chunks, engine.optimizer, {}))
+    finally:
+        parallel.shutdown()
+    return losses, path, states
 
 
 @pytest.mark.parametrize("offload", [{"offload.mode": "stream", "offload.fraction": 0.5}, {"offload.mode": "cpu_step"}], ids=str)
-@pytest.mark.usefixtures("world")
 def test_the_engine_trains_as_with_none_and_checkpoints_move(
     offload: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

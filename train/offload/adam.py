@@ -280,7 +280,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         parts = list(self._parts(slot))
         for name in NAMES if slot.low else NAMES[1:]:
             views = [given(place.of_piece(name, piece)).cpu() for place, piece in parts]
-            states[name] = torch.cat(views or [torch.empty(0)]).view(parameter.shape).clone()
+            states[name] = torch.cat(views or [torch.empty(0)]).view(parameter.shape)
         return states
 
     @torch.no_grad()

@@ -26,12 +26,13 @@ class Slabs:
         if not self.pinned or not elements:
             return slab
         # torch's own pinned allocator rounds each block up to a power of two and keeps it.
-        code = int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
-        if code:
+        try:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.nbytes, 0))
+        except RuntimeError as error:
             raise MemoryError(
-                f"offload: {slab.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked (CUDA error {code}); "
+                f"offload: {slab.nbytes / 2**30:.1f} GiB of host memory cannot be page-locked ({error}); "
                 "lower the fraction, or raise the limit on locked memory"
-            )
+            ) from error
         self._pinned_tensors.append(slab)
         return slab
 
