@@ -201,6 +201,13 @@ class TestResume:
         assert (config.train.steps, config.tracking.kind, config.checkpoint.every, config.parallel.ep) == (900, "none", 50, 1)
         assert config.resume == str(run)
 
+    def test_an_option_counts_where_it_is_the_default_too(self, run: Path) -> None:
+        one = self.resumed(run, ["parallel=single", "tracking=none"])
+        assert (one.parallel.processes, one.parallel.ep, one.tracking.kind) == (1, 1, "none")
+        dump_config(one, run / "config.yaml")
+        two = self.resumed(run, ["tracking=wandb"])
+        assert (two.parallel.processes, two.parallel.ep, two.tracking.kind) == (1, 1, "wandb")
+
     def test_accepts_the_same_again(self, run: Path) -> None:
         assert self.resumed(run, ["experiment=demo", "optim.lr=0.002"]) == self.resumed(run, [])
 

@@ -33,7 +33,9 @@ def compose_run(overrides: Sequence[str]) -> Config:
     named = {text.lstrip("+").partition("=")[0] for text in overrides}
     for key in known_keys():
         wanted, old = get(asked, key), get(saved, key)
-        if (key not in named and wanted == get(defaults, key)) or wanted == old:
+        # An option of a group (`parallel=single`) asks for all of its section, also where that is the default.
+        asked_for = key in named or (key.partition(".")[0] in named and key.startswith(MAY_CHANGE))
+        if (not asked_for and wanted == get(defaults, key)) or wanted == old:
             continue
         if not key.startswith(MAY_CHANGE):
             rule = f"the run was made with {key}={show(old)}, and this cannot change on the way"
