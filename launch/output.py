@@ -4,6 +4,7 @@ When our own output is a terminal, rank 0 gets a pseudo-terminal of the same siz
 real one; otherwise it gets a pipe. The log keeps finished lines only: what a carriage return or an erased line overwrites is left out.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -46,8 +47,10 @@ class PlainLines:
         visible = _ERASE.split(line.rstrip(b"\r"))[-1]
         text = _ESCAPE.sub(b"", visible).rstrip()
         if text or visible == line.rstrip(b"\r"):
-            self._stream.write(text + b"\n")
-            self._stream.flush()
+            # A full disk costs lines of the log. If it ended the copying, rank 0 would wait for ever for somebody to read its output.
+            with contextlib.suppress(OSError):
+                self._stream.write(text + b"\n")
+                self._stream.flush()
 
 
 class Terminal:
@@ -92,7 +95,8 @@ class Terminal:
         self._thread.join()
         for _, lines in self._sources.values():
             lines.close()
-        self._log.close()
+        with contextlib.suppress(OSError):
+            self._log.close()
 
     def _copy(self) -> None:
         open_ends = set(self._sources)

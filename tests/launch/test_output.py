@@ -96,3 +96,12 @@ def test_equal_layers_share_a_line() -> None:
         "0: dense attention; Mixture of Experts",
         "1 to 3: s2 attention, 25.0% of the causal pairs; dense MLP",
     ]
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full to write to")
+    with open("/dev/full", "ab", buffering=0) as full:
+        lines = PlainLines(full)
+        lines.feed(b"one\ntwo\nthree")
+        lines.close()
