@@ -44,10 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_user_error(error: Exception) -> bool:
+    from s2.errors import S2Error
     from train.config.errors import ConfigError
     from train.data.errors import DataError
 
-    return isinstance(error, (ConfigError, DataError))
+    return isinstance(error, (ConfigError, DataError, S2Error))
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -109,8 +110,7 @@ def _checkpoints(rest: list[str]) -> int:
     from launch.checkpoints import show_checkpoints
     from launch.pretrain import existing_run
 
-    run_dir, _ = existing_run(rest, "checkpoints")
-    return show_checkpoints(run_dir)
+    return show_checkpoints(existing_run(rest, "checkpoints"))
 
 
 def _report(rest: list[str]) -> int:
@@ -120,8 +120,7 @@ def _report(rest: list[str]) -> int:
     from launch.pretrain import existing_run
     from train.report import write_report
 
-    run_dir, _ = existing_run(rest, "report")
-    print(write_report(run_dir))
+    print(write_report(existing_run(rest, "report")))
     return 0
 
 

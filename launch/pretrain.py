@@ -64,11 +64,15 @@ def print_config(overrides: Sequence[str]) -> int:
     return 0
 
 
-def existing_run(argv: Sequence[str], command: str) -> tuple[Path, list[str]]:
-    """Return the run's directory, the first argument of `leantron <command> <run>`, and the rest. Raises ConfigError."""
+def existing_run(argv: Sequence[str], command: str) -> Path:
+    """Return the run's directory, the one argument of `leantron <command> <run>`. Raises ConfigError."""
     if not argv or argv[0].startswith("-"):
         raise ConfigError("run", "", f"`leantron {command}` needs a run", f"give its directory: leantron {command} runs/<name>")
+    if len(argv) > 1:
+        raise ConfigError(
+            argv[1].partition("=")[0], argv[1].partition("=")[2], f"`leantron {command}` takes a run and no more", "leave it out"
+        )
     run_dir = Path(argv[0])
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError("run", run_dir, "there is no run: no config.yaml in it", "give the directory of a run")
-    return run_dir, list(argv[1:])
+    return run_dir

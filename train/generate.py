@@ -82,7 +82,10 @@ def load_model(config: Config, path: Path) -> Any:
     alone = replace(config.parallel, tp=1, pp=1, vpp=1, cp=1, ep=1, sp=False, processes=1, hosts=1)
     config = replace(config, parallel=alone, train=replace(config.train, recompute="none"))
     chunks = build_model(config, parallel.build_ranks(config, device), trainable=False)
-    checkpoint.load(path, chunks, None)
+    try:
+        checkpoint.load(path, chunks, None)
+    except ValueError as error:  # its message begins with the checkpoint
+        raise ConfigError("run", path.parent.parent, str(error), "or name another with --step") from error
     return chunks[0].eval()
 
 

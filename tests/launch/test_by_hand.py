@@ -46,11 +46,14 @@ def test_an_error_is_the_same_line_on_every_rank(torchrun: Torchrun, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_restart_by_torchrun_goes_on_in_the_same_directory(torchrun: Torchrun, tmp_path: Path) -> None:
-    done = torchrun(2, options=("--max-restarts=1",), FAIL_FIRST="1")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_restart_by_torchrun_goes_on_in_the_same_directory(torchrun: Torchrun, tmp_path: Path, processes: int) -> None:
+    done = torchrun(processes, options=("--max-restarts=1",), FAIL_FIRST="1")
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
-    assert sorted(done.stdout.splitlines())[1::2] == [f"rank {rank}: runs/{run.name} attempt 2 steps 100 resumed True" for rank in range(2)]
+    assert sorted(done.stdout.splitlines())[1::2] == [
+        f"rank {rank}: runs/{run.name} attempt 2 steps 100 resumed True" for rank in range(processes)
+    ]
 
 
 def test_one_process_needs_no_torchrun(tmp_path: Path) -> None:

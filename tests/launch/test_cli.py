@@ -52,6 +52,7 @@ def test_bad_input_is_one_line_within_seconds(cli: Cli, tmp_path: Path, argument
         ),
         (["pretrain", "resume=nowhere"], "resume=nowhere: there is no run: no config.yaml in it; give the directory of a run"),
         (["report", "nowhere"], "run=nowhere: there is no run: no config.yaml in it; give the directory of a run"),
+        (["report", "runs/x", "--all"], "--all=: `leantron report` takes a run and no more; leave it out"),
         (["report"], "run=: `leantron report` needs a run; give its directory: leantron report runs/<name>"),
     ],
 )

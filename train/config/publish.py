@@ -59,7 +59,7 @@ def resolve(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Resolve
     if argv and (argv[0] == "--config" or argv[0].startswith("--config=")):
         return _from_file(argv)
     world, rank = int(env.get("WORLD_SIZE", "1")), int(env.get("RANK", "0"))
-    if world == 1:
+    if world == 1 and "TORCHELASTIC_RUN_ID" not in env:
         return _compose_and_claim(argv, world, env)
     return _through_store(argv, world, rank, env)
 
