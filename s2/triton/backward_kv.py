@@ -16,38 +16,47 @@ from .load import load_rows
 
 @triton.jit
 def _update(  # type: ignore[no-untyped-def]
-    q_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, batch, h, first, end, q_start, q_len, heads,
+    q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, h, first, end, q_start,
     q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
-    k, v, d_k, d_v, scale2, keep,
-    DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    k, v, d_k, d_v, scale2, shift, key, low, high, masked,
+    B: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Adds the queries `first` to first + BM of head h, those at `end` or later left out, to (d_k, d_v) of a tile of keys.
 
-    Left-out rows have an infinite lse, so that their weights are 0 even where a descriptor loads rows of another document.
+    lse, delta (BM,) are what `rows_kernel` wrote. When `masked`, a query sees a key that is not after it and `low` to `high` - 1 blocks
+    before it.
     """
     m = tl.arange(0, BM)
     live = first + m < end
-    batch64, h64 = batch.to(tl.int64), h.to(tl.int64)
-    place = (batch64 * heads + h64) * q_len + q_start + first
-    lse2 = tl.load(lse_ptr + place + m, mask=live, other=float("inf")) * 1.4426950408889634
-    delta = tl.load(delta_ptr + place + m, mask=live, other=0.0)
     if TMA:
         q = q_tile.load([batch * q_rb + h * q_rh + q_start + first, batch * q_cb + h * q_ch])
         g = g_tile.load([batch * g_rb + h * g_rh + q_start + first, batch * g_cb + h * g_ch])
     else:
         dk, dv = tl.arange(0, BDK), tl.arange(0, BDV)
+        batch64, h64 = batch.to(tl.int64), h.to(tl.int64)
         q = load_rows(q_ptr + batch64 * q_sb + h64 * q_sh, q_start + first, m, q_ss, dk, live, DK, BDK, True)
         g = load_rows(g_ptr + batch64 * g_sb + h64 * g_sh, q_start + first, m, g_ss, dv, live, DV, BDV, True)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    d_weights = tl.dot(v, tl.trans(g), input_precision=PRECISION)
-    weights = tl.math.exp2(scores * scale2 - lse2[None, :])
-    if MASKED:
-        weights = tl.where(keep, weights, 0.0)
+    # The products start from the row terms, which so need no registers beside the accumulators.
+    scores = tl.dot(k, tl.trans(q), tl.broadcast_to(lse[None, :], (BN, BM)), input_precision=PRECISION)
+    if masked:
+        position = (first + shift + m)[None, :]
+        blocks = position // B - (key // B)[:, None]
+        seen = (key[:, None] <= position) & (blocks >= low) & (blocks < high) & live[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+    weights = tl.math.exp2(scores * scale2)
     d_v = tl.dot(weights.to(g.dtype), g, d_v, input_precision=PRECISION)
-    d_scores = weights * (d_weights - delta[None, :])
+    d_weights = tl.dot(v, tl.trans(g), tl.broadcast_to(delta[None, :], (BN, BM)), input_precision=PRECISION)
+    d_scores = weights * d_weights
     d_k = tl.dot(d_scores.to(q.dtype), q, d_k, input_precision=PRECISION)
     return d_k, d_v
+
+
+@triton.jit
+def _row_terms(lse_ptr, delta_ptr, batch, heads, h, q_len, row, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What `rows_kernel` wrote for BM rows of head h; past the last row there is padding, in `row_buffers`."""
+    place = (batch.to(tl.int64) * heads + h) * q_len + row + tl.arange(0, BM)
+    return tl.load(lse_ptr + place), tl.load(delta_ptr + place)
 
 
 @triton.jit
@@ -71,16 +80,16 @@ def stripe_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Partial dk, dv of BN keys of one stripe from one of SPLITS parts of the far queries of HEADS query heads.
 
-    Grid: tiles * SUBS * units * SPLITS, the first tiles (most queries) first. part_*: (SPLITS, units, partial_rows, width) float32, written
-    wherever the window kernel reads it.
+    Grid: units * tiles * SUBS * SPLITS, head after head, the first tiles (most queries) first. part_*: (SPLITS, units, partial_rows,
+    width) float32, written wherever the window kernel reads it.
     """
     # A span of SUBS * BN stripe keys holds whole blocks, so that documents can be found by it.
     SUBS: tl.constexpr = (B + BN - 1) // BN
     index = tl.program_id(0)
     split = index % SPLITS
-    unit = (index // SPLITS) % units
-    sub = (index // (SPLITS * units)) % SUBS
-    tile = index // (SPLITS * units * SUBS)
+    sub = (index // SPLITS) % SUBS
+    tile = (index // (SPLITS * SUBS)) % tiles
+    unit = index // (SPLITS * SUBS * tiles)
     batch, head, kv_head = _unit(unit, units_per_batch, HEADS, GROUP)
     q_start, k_start, queries, keys, first_block = 0, 0, q_len, k_len, 0
     if DOCUMENTS:
@@ -111,24 +120,23 @@ def stripe_kernel(  # type: ignore[no-untyped-def]
     each = tl.cdiv(count, SPLITS)
     begin = tl.minimum(split * each, count)
     end = tl.minimum(begin + each, count)
-    masked = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(all_far - low, 0), BM), begin), end) - begin
-    plain = end - begin - masked
-    block, heads = key // B, units_per_batch * HEADS
+    masked = tl.cdiv(tl.maximum(all_far - low, 0), BM)
+    each_head = end - begin
+    heads = units_per_batch * HEADS
     d_k = tl.zeros([BN, BDK], tl.float32)
     d_v = tl.zeros([BN, BDV], tl.float32)
-    for t in range(HEADS * masked):
-        first = low + (begin + t % masked) * BM
-        keep = ((first + shift + tl.arange(0, BM)) // B)[None, :] - block[:, None] >= L
+    lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head, q_len, q_start + low + begin * BM, BM)
+    for t in range(HEADS * each_head):
+        u = begin + t % each_head
         d_k, d_v = _update(
-            q_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, batch, head + t // masked, first, queries, q_start, q_len, heads,
+            q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + t // each_head, low + u * BM, queries, q_start,
             q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
-            k, v, d_k, d_v, scale2, keep, DK, DV, BDK, BDV, BM, True, PRECISION, TMA)  # fmt: skip
-    for t in range(HEADS * plain):
-        first = low + (begin + masked + t % plain) * BM
-        d_k, d_v = _update(
-            q_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, batch, head + t // plain, first, queries, q_start, q_len, heads,
-            q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
-            k, v, d_k, d_v, scale2, seen, DK, DV, BDK, BDV, BM, False, PRECISION, TMA)  # fmt: skip
+            k, v, d_k, d_v, scale2, shift, key, L, DENSE_LOCAL, (u < masked) | (low + u * BM + BM > queries),
+            B, DK, DV, BDK, BDV, BM, BN, PRECISION, TMA)  # fmt: skip
+        # The next tile's row terms are fetched here, where registers are free, by hand: the compiler does not pipeline them.
+        after = tl.minimum(t + 1, HEADS * each_head - 1)
+        row = q_start + low + (begin + after % each_head) * BM
+        lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + after // each_head, q_len, row, BM)
     place = (split * units + unit).to(tl.int64) * partial_rows + first_block * B + first_x
     tl.store(part_dk_ptr + place * DK + n[:, None] * DK + dk[None, :], d_k, mask=seen[:, None] & (dk < DK)[None, :])
     tl.store(part_dv_ptr + place * DV + n[:, None] * DV + dv[None, :], d_v, mask=seen[:, None] & (dv < DV)[None, :])
@@ -148,10 +156,10 @@ def window_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """dk, dv of BN keys from the queries whose window holds them, plus the stripes' partial sums.
 
-    Grid: tiles * units, in key order: with dense heads the first keys have the most queries.
+    Grid: units * tiles, in key order: with dense heads the first keys have the most queries.
     """
-    unit = tl.program_id(0) % units
-    tile = tl.program_id(0) // units
+    unit = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
     batch, head, kv_head = _unit(unit, units_per_batch, HEADS, GROUP)
     q_start, k_start, queries, keys, first_block = 0, 0, q_len, k_len, 0
     if DOCUMENTS:
@@ -179,34 +187,28 @@ def window_kernel(  # type: ignore[no-untyped-def]
     whole_end = tl.where(r < 0, keys, tl.minimum(end, ((tile * BN) // B + L) * B))
     end = tl.maximum(end - shift, low)
     whole_end = tl.maximum(whole_end - shift, low)
-    # Tiles of queries: `diagonals` masked ones, then `middles` whole ones, then those that some keys' window has left.
+    # Tiles of queries: `diagonals` masked ones, whole ones up to `plain_end`, then those that some keys' window, or the rows, have left.
     count = tl.cdiv(end - low, BM)
     diagonals = tl.minimum(tl.cdiv(tl.maximum(tile * BN + BN - 1 - shift - low, 0), BM), count)
-    plain_end = tl.where(whole_end == end, count, (whole_end - low) // BM)
-    middles = tl.maximum(plain_end - diagonals, 0)
-    masked = count - middles
-    block, heads = key // B, units_per_batch * HEADS
+    plain_end = (whole_end - low) // BM
+    heads = units_per_batch * HEADS
     d_k = tl.zeros([BN, BDK], tl.float32)
     d_v = tl.zeros([BN, BDV], tl.float32)
-    for t in range(HEADS * masked):
-        u = t % masked
-        first = low + tl.where(u < diagonals, u, u + middles) * BM
-        position = first + shift + tl.arange(0, BM)
-        keep = (key[:, None] <= position[None, :]) & ((position // B)[None, :] - block[:, None] < local)
+    lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head, q_len, q_start + low, BM)
+    for t in range(HEADS * count):
+        u = t % count
         d_k, d_v = _update(
-            q_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, batch, head + t // masked, first, end, q_start, q_len, heads,
+            q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + t // count, low + u * BM, end, q_start,
             q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
-            k, v, d_k, d_v, scale2, keep, DK, DV, BDK, BDV, BM, True, PRECISION, TMA)  # fmt: skip
-    for t in range(HEADS * middles):
-        first = low + (diagonals + t % middles) * BM
-        d_k, d_v = _update(
-            q_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, batch, head + t // middles, first, end, q_start, q_len, heads,
-            q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
-            k, v, d_k, d_v, scale2, seen, DK, DV, BDK, BDV, BM, False, PRECISION, TMA)  # fmt: skip
+            k, v, d_k, d_v, scale2, shift, key, 0, local, (u < diagonals) | (u >= plain_end),
+            B, DK, DV, BDK, BDV, BM, BN, PRECISION, TMA)  # fmt: skip
+        after = tl.minimum(t + 1, HEADS * count - 1)
+        row = q_start + low + (after % count) * BM
+        lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + after // count, q_len, row, BM)
 
     if S > 1:
-        striped = seen & (r >= 0) & (block % S == r)
-        inside = (block // S) * B + key % B
+        striped = seen & (r >= 0) & ((key // B) % S == r)
+        inside = (key // B // S) * B + key % B
         for split in range(SPLITS):
             place = (split * units + unit).to(tl.int64) * partial_rows + first_block * B
             mask_k, mask_v = striped[:, None] & (dk < DK)[None, :], striped[:, None] & (dv < DV)[None, :]

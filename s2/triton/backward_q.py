@@ -3,18 +3,19 @@
 import triton
 import triton.language as tl
 
-from .index import key_tiles, query_program, stripe_key
-from .load import load_rows, load_stripes
+from .index import key_tile, key_tiles, query_program, stripe_key, token_mask
+from .load import load_rows
 
 
 @triton.jit(do_not_specialize=["rows", "q_len"])
-def delta_kernel(  # type: ignore[no-untyped-def]
-    out_ptr, g_ptr, g_lse_ptr, delta_ptr, rows, q_len, heads, o_sb, o_ss, o_sh, g_sb, g_ss, g_sh,
+def rows_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, g_ptr, lse_ptr, g_lse_ptr, row_lse_ptr, row_delta_ptr, inverse_scale, rows, q_len, heads, o_sb, o_ss, o_sh, g_sb, g_ss, g_sh,
     DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, HAS_G_LSE: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(out * g) - g_lse, (batch, heads, q_len), of BM rows of one head: d_scores = weights * (d_weights - delta).
+    """What each row adds to the products, (batch, heads, q_len), for BM rows of one head: -lse / scale and g_lse - rowsum(out * g).
 
-    Grid: cdiv(q_len, BM) * batch * heads; `rows` is batch * heads.
+    weights = exp(scale * (q k + row_lse)) and d_scores = weights * (g v + row_delta). Grid: cdiv(q_len, BM) * rows, with rows =
+    batch * heads.
     """
     unit = tl.program_id(0) % rows
     first = (tl.program_id(0) // rows) * BM
@@ -24,22 +25,25 @@ def delta_kernel(  # type: ignore[no-untyped-def]
     dv = tl.arange(0, BDV)
     out = load_rows(out_ptr + batch * o_sb + head * o_sh, first, m, o_ss, dv, live, DV, BDV, True)
     g = load_rows(g_ptr + batch * g_sb + head * g_sh, first, m, g_ss, dv, live, DV, BDV, True)
-    delta = tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
+    delta = -tl.sum(out.to(tl.float32) * g.to(tl.float32), 1)
     place = (batch * heads + head) * q_len + first + m
     if HAS_G_LSE:
-        delta -= tl.load(g_lse_ptr + place, mask=live, other=0.0)
-    tl.store(delta_ptr + place, delta, mask=live)
+        delta += tl.load(g_lse_ptr + place, mask=live, other=0.0)
+    tl.store(row_delta_ptr + place, delta, mask=live)
+    tl.store(row_lse_ptr + place, -inverse_scale * tl.load(lse_ptr + place, mask=live, other=0.0), mask=live)
 
 
 @triton.jit
-def _update(q, k, v, g, dq, lse2, delta, scale2, keep, MASKED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds one tile of keys to dq. `keep` (rows, keys) is read only when MASKED."""
+def _update(  # type: ignore[no-untyped-def]
+    q, k, v, g, dq, lse2, delta, scale2, position, key, seen, local, r, masked, B: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Adds one tile of keys to dq. The pattern is evaluated, token by token, only when `masked`."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     d_weights = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-    weights = tl.math.exp2(scores * scale2 - lse2[:, None])
-    if MASKED:
-        weights = tl.where(keep, weights, 0.0)
-    d_scores = weights * (d_weights - delta[:, None])
+    if masked:
+        scores = tl.where(token_mask(position[:, None], key[None, :], seen[None, :], local, r, B, S), scores, float("-inf"))
+    weights = tl.math.exp2(scores * scale2 + lse2[:, None])
+    d_scores = weights * (d_weights + delta[:, None])
     return tl.dot(d_scores.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
@@ -56,7 +60,7 @@ def dq_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """dq of one tile of queries; grid, tiles and descriptors as in `forward_kernel`."""
     R: tl.constexpr = BM // PACK
-    MANY: tl.constexpr = BN > B
+    MANY: tl.constexpr = S > 1 and BN > B
     batch, head, kv_head, tile, q_start, queries, k_start, keys = query_program(
         tiles, documents, q_len, k_len, kv_heads, cu_q, cu_k, GROUP, PACK, R, DOCUMENTS)  # fmt: skip
     if tile * R >= queries:
@@ -77,7 +81,7 @@ def dq_kernel(  # type: ignore[no-untyped-def]
     k_row, k_column = batch * k_rb + kv_head * k_rh + k_start, batch * k_cb + kv_head * k_ch
     v_row, v_column = batch * v_rb + kv_head * v_rh + k_start, batch * v_cb + kv_head * v_ch
     place = (batch64 * (kv_heads * GROUP) + row_head) * q_len + q_start + row
-    lse2 = tl.load(lse_ptr + place, mask=live, other=float("inf")) * 1.4426950408889634
+    lse2 = tl.load(lse_ptr + place, mask=live, other=float("-inf")) * scale2
     delta = tl.load(delta_ptr + place, mask=live, other=0.0)
 
     r = tl.load(residue_ptr + head)
@@ -85,43 +89,35 @@ def dq_kernel(  # type: ignore[no-untyped-def]
     local, stripe_keys, low, edges, middle_low, middles, diagonal_low, diagonals = key_tiles(tile * R + shift, last, r, B, L, S, BN)
 
     dq = tl.zeros([BM, BDK], tl.float32)
-    whole_stripes = stripe_keys // BN
-    inside = (n // B) * (S * B) + n % B
-    if S > 1:
-        for t in range(whole_stripes):
+    stripes = stripe_keys // BN
+    if MANY:
+        inside = (n // B) * (S * B) + n % B
+        for t in range(stripes):
             start = stripe_key(t * BN, r, B, S)
             if TMA:
-                k = load_stripes(k_stripe, k_row + start, k_column, BN, BDK, MANY)
-                v = load_stripes(v_stripe, v_row + start, v_column, BN, BDV, MANY)
+                k = k_stripe.load([0, k_row + start, k_column]).reshape(BN, BDK)
+                v = v_stripe.load([0, v_row + start, v_column]).reshape(BN, BDV)
             else:
                 k = load_rows(k_base, start, inside, k_ss, dk, live, DK, BDK, False)
                 v = load_rows(v_base, start, inside, v_ss, dv, live, DV, BDV, False)
-            dq = _update(q, k, v, g, dq, lse2, delta, scale2, live, False, PRECISION)
-    for t in range(middles):
-        start = middle_low + t * BN
+            dq = _update(q, k, v, g, dq, lse2, delta, scale2, position, n, n, local, r, False, B, S, PRECISION)
+        rest = stripe_keys - stripes * BN
+        for _tail in range(tl.minimum(rest, 1)):
+            start = stripe_key(stripes * BN, r, B, S)
+            k = load_rows(k_base, start, inside, k_ss, dk, n < rest, DK, BDK, True)
+            v = load_rows(v_base, start, inside, v_ss, dv, n < rest, DV, BDV, True)
+            dq = _update(q, k, v, g, dq, lse2, delta, scale2, position, start + inside, n < rest, local, r, True, B, S, PRECISION)
+        stripes = 0
+    for t in range(stripes + middles + edges + diagonals):
+        start, masked = key_tile(t, stripes, middles, edges, low, middle_low, diagonal_low, r, B, S, BN)
+        key = start + n
         if TMA:
             k = k_tile.load([k_row + start, k_column])
             v = v_tile.load([v_row + start, v_column])
         else:
-            k = load_rows(k_base, start, n, k_ss, dk, live, DK, BDK, False)
-            v = load_rows(v_base, start, n, v_ss, dv, live, DV, BDV, False)
-        dq = _update(q, k, v, g, dq, lse2, delta, scale2, live, False, PRECISION)
-    rest = stripe_keys - whole_stripes * BN
-    tails = tl.minimum(rest, 1)
-    for t in range(tails + edges + diagonals):
-        u = t - tails
-        start = tl.where(u < edges, low + u * BN, diagonal_low + (u - edges) * BN)
-        start = tl.where(t < tails, stripe_key(whole_stripes * BN, r, B, S), start)
-        offset = tl.where(t < tails, inside, n)
-        key = start + offset
-        seen = tl.where(t < tails, n < rest, key < keys)
-        k = load_rows(k_base, start, offset, k_ss, dk, seen, DK, BDK, True)
-        v = load_rows(v_base, start, offset, v_ss, dv, seen, DV, BDV, True)
-        keep = position[:, None] // B - (key // B)[None, :] < local
-        if S > 1:
-            keep = keep | ((key // B) % S == r)[None, :]
-        keep = keep & seen[None, :] & (key[None, :] <= position[:, None])
-        dq = _update(q, k, v, g, dq, lse2, delta, scale2, keep, True, PRECISION)
+            k = load_rows(k_base, start, n, k_ss, dk, key < keys, DK, BDK, True)
+            v = load_rows(v_base, start, n, v_ss, dv, key < keys, DV, BDV, True)
+        dq = _update(q, k, v, g, dq, lse2, delta, scale2, position, key, key < keys, local, r, masked, B, S, PRECISION)
 
     base = dq_ptr + batch64 * dq_sb + (q_start + tile * R).to(tl.int64) * dq_ss + row_head[:, None] * dq_sh
     target = base + (slot % R)[:, None] * dq_ss + dk[None, :]

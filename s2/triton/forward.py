@@ -11,24 +11,25 @@ batch * rb + head * rh + key and its column batch * cb + head * ch, with (rb, rh
 import triton
 import triton.language as tl
 
-from .index import key_tiles, query_program, stripe_key
-from .load import load_rows, load_stripes
+from .index import key_tile, key_tiles, query_program, stripe_key, token_mask
+from .load import load_rows
 
 
 @triton.jit
-def _update(q, k, v, acc, top, total, scale2, keep, MASKED: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One tile of keys: new (acc, running maximum, running sum). `keep` (rows, keys) is read only when MASKED."""
+def _update(  # type: ignore[no-untyped-def]
+    q, k, v, acc, top, total, scale2, position, key, seen, local, r,
+    B: tl.constexpr, S: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: new (acc, running maximum, running sum). The pattern is evaluated, token by token, only when MASKED."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
-        scores = tl.where(keep, scores * scale2, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        scores = tl.where(token_mask(position[:, None], key[None, :], seen[None, :], local, r, B, S), scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale2)
+    base = new_top
+    if MASKED:
         # A row that has seen no key yet keeps -inf; subtracting 0 instead gives weights of 0, not NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.math.exp2(scores - base[:, None])
-    else:
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale2)
-        base = new_top
-        weights = tl.math.exp2(scores * scale2 - base[:, None])
+    weights = tl.math.exp2(scores * scale2 - base[:, None])
     decay = tl.math.exp2(top - base)
     total = total * decay + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
@@ -48,7 +49,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """out and lse of one tile of queries. Grid: tiles * batch * heads / PACK."""
     R: tl.constexpr = BM // PACK
-    MANY: tl.constexpr = BN > B
+    MANY: tl.constexpr = S > 1 and BN > B
     batch, head, kv_head, tile, q_start, queries, k_start, keys = query_program(
         tiles, documents, q_len, k_len, kv_heads, cu_q, cu_k, GROUP, PACK, R, DOCUMENTS)  # fmt: skip
     if tile * R >= queries:
@@ -76,43 +77,46 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BM, BDV], tl.float32)
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    whole_stripes = stripe_keys // BN
-    inside = (n // B) * (S * B) + n % B
-    if S > 1:
-        for t in range(whole_stripes):
+    stripes = stripe_keys // BN
+    # A stripe tile of several blocks has a layout of its own, and the last one may be short; otherwise one loop takes all whole tiles.
+    if MANY:
+        inside = (n // B) * (S * B) + n % B
+        for t in range(stripes):
             start = stripe_key(t * BN, r, B, S)
             if TMA:
-                k = load_stripes(k_stripe, k_row + start, k_column, BN, BDK, MANY)
-                v = load_stripes(v_stripe, v_row + start, v_column, BN, BDV, MANY)
+                k = k_stripe.load([0, k_row + start, k_column]).reshape(BN, BDK)
+                v = v_stripe.load([0, v_row + start, v_column]).reshape(BN, BDV)
             else:
                 k = load_rows(k_base, start, inside, k_ss, dk, live, DK, BDK, False)
                 v = load_rows(v_base, start, inside, v_ss, dv, live, DV, BDV, False)
-            acc, top, total = _update(q, k, v, acc, top, total, scale2, live, False, PRECISION)
-    for t in range(middles):
-        start = middle_low + t * BN
+            acc, top, total = _update(q, k, v, acc, top, total, scale2, position, n, n, local, r, B, S, PRECISION, False)
+        rest = stripe_keys - stripes * BN
+        for _tail in range(tl.minimum(rest, 1)):
+            start = stripe_key(stripes * BN, r, B, S)
+            k = load_rows(k_base, start, inside, k_ss, dk, n < rest, DK, BDK, True)
+            v = load_rows(v_base, start, inside, v_ss, dv, n < rest, DV, BDV, True)
+            key = start + inside
+            acc, top, total = _update(q, k, v, acc, top, total, scale2, position, key, n < rest, local, r, B, S, PRECISION, True)
+        stripes = 0
+    for t in range(stripes + middles):
+        start, _masked = key_tile(t, stripes, middles, edges, low, middle_low, diagonal_low, r, B, S, BN)
         if TMA:
             k = k_tile.load([k_row + start, k_column])
             v = v_tile.load([v_row + start, v_column])
         else:
             k = load_rows(k_base, start, n, k_ss, dk, live, DK, BDK, False)
             v = load_rows(v_base, start, n, v_ss, dv, live, DV, BDV, False)
-        acc, top, total = _update(q, k, v, acc, top, total, scale2, live, False, PRECISION)
-    rest = stripe_keys - whole_stripes * BN
-    tails = tl.minimum(rest, 1)
-    for t in range(tails + edges + diagonals):
-        u = t - tails
-        start = tl.where(u < edges, low + u * BN, diagonal_low + (u - edges) * BN)
-        start = tl.where(t < tails, stripe_key(whole_stripes * BN, r, B, S), start)
-        offset = tl.where(t < tails, inside, n)
-        key = start + offset
-        seen = tl.where(t < tails, n < rest, key < keys)
-        k = load_rows(k_base, start, offset, k_ss, dk, seen, DK, BDK, True)
-        v = load_rows(v_base, start, offset, v_ss, dv, seen, DV, BDV, True)
-        keep = position[:, None] // B - (key // B)[None, :] < local
-        if S > 1:
-            keep = keep | ((key // B) % S == r)[None, :]
-        keep = keep & seen[None, :] & (key[None, :] <= position[:, None])
-        acc, top, total = _update(q, k, v, acc, top, total, scale2, keep, True, PRECISION)
+        acc, top, total = _update(q, k, v, acc, top, total, scale2, position, n, n, local, r, B, S, PRECISION, False)
+    for t in range(stripes + middles, stripes + middles + edges + diagonals):
+        start, _masked = key_tile(t, stripes, middles, edges, low, middle_low, diagonal_low, r, B, S, BN)
+        key = start + n
+        if TMA:
+            k = k_tile.load([k_row + start, k_column])
+            v = v_tile.load([v_row + start, v_column])
+        else:
+            k = load_rows(k_base, start, n, k_ss, dk, key < keys, DK, BDK, True)
+            v = load_rows(v_base, start, n, v_ss, dv, key < keys, DV, BDV, True)
+        acc, top, total = _update(q, k, v, acc, top, total, scale2, position, key, key < keys, local, r, B, S, PRECISION, True)
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     place = out_ptr + batch64 * o_sb + (q_start + tile * R).to(tl.int64) * o_ss + row_head[:, None] * o_sh

@@ -33,14 +33,14 @@ def find_document(cu, documents, tile, SPAN: tl.constexpr):  # type: ignore[no-u
 def query_program(  # type: ignore[no-untyped-def]
     tiles, documents, q_len, k_len, kv_heads, cu_q, cu_k, GROUP: tl.constexpr, PACK: tl.constexpr, R: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
-    """The work of one program over tiles of R queries of PACK heads, the last tiles (most keys) first.
+    """The work of one program over tiles of R queries of PACK heads: head after head, so that its keys stay in the cache, and in each the
+    last tiles (most keys) first.
 
     Returns (batch, first head, key/value head, tile in the document, first row of q, queries, first row of k, keys).
     """
     SUBS: tl.constexpr = GROUP // PACK
-    units = tl.num_programs(0) // tiles
-    unit = tl.program_id(0) % units
-    tile = tiles - 1 - tl.program_id(0) // units
+    unit = tl.program_id(0) // tiles
+    tile = tiles - 1 - tl.program_id(0) % tiles
     kv_head = (unit // SUBS) % kv_heads
     batch = unit // (SUBS * kv_heads)
     head = kv_head * GROUP + (unit % SUBS) * PACK
@@ -77,3 +77,25 @@ def key_tiles(first, last, r, B: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
     diagonal_low = middle_low + middles * BN
     diagonals = tl.cdiv(tl.maximum(last + 1 - diagonal_low, 0), BN)
     return local, stripes * B, low, edges, middle_low, middles, diagonal_low, diagonals
+
+
+@triton.jit
+def key_tile(  # type: ignore[no-untyped-def]
+    t, stripes, middles, edges, low, middle_low, diagonal_low, r, B: tl.constexpr, S: tl.constexpr, BN: tl.constexpr
+):
+    """(first key, whether it needs the mask) of the t-th tile of a row of tiles: stripes, middles, edges, then diagonals."""
+    plain = stripes + middles
+    start = tl.where(t < plain + edges, low + (t - plain) * BN, diagonal_low + (t - plain - edges) * BN)
+    start = tl.where(t < plain, middle_low + (t - stripes) * BN, start)
+    if S > 1:
+        start = tl.where(t < stripes, stripe_key(t * BN, r, B, S), start)
+    return start, t >= plain
+
+
+@triton.jit
+def token_mask(position, key, seen, local, r, B: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The pattern's definition for query positions and keys of broadcastable shapes; `seen`: the key exists."""
+    near = position // B - key // B < local
+    if S > 1:
+        near = near | ((key // B) % S == r)
+    return seen & (key <= position) & near

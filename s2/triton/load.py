@@ -1,4 +1,4 @@
-"""Loading tiles of rows: by pointers with masks, or by the tensor-memory accelerator when the device has one and the layout allows it."""
+"""Loading a tile of rows by pointers, where the tensor-memory accelerator does not serve."""
 
 import triton
 import triton.language as tl
@@ -19,12 +19,3 @@ def load_rows(base, start, offsets, stride, columns, valid, D: tl.constexpr, BD:
         return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
     else:
         return tl.load(pointers)
-
-
-@triton.jit
-def load_stripes(descriptor, row, column, ROWS: tl.constexpr, BD: tl.constexpr, MANY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of stripe keys by one descriptor load: MANY blocks, one stride apart, when a block is smaller than a tile."""
-    if MANY:
-        return descriptor.load([0, row, column]).reshape(ROWS, BD)
-    else:
-        return descriptor.load([row, column])

@@ -14,7 +14,7 @@ from ..documents import Documents
 from ..pattern import S2Pattern
 from . import descriptors
 from .backward_kv import stripe_kernel, window_kernel
-from .backward_q import delta_kernel, dq_kernel
+from .backward_q import dq_kernel, rows_kernel
 from .config import Tile, Tiles, choose_tiles, padded
 from .forward import forward_kernel
 
@@ -36,8 +36,10 @@ def attend(
     if isinstance(pattern, BlockMask):
         raise TypeError("custom masks have no triton kernel")
     if scale < 0:
-        # The kernels take the maximum of unscaled scores.
+        # The kernels take the maximum of unscaled scores, and divide by the scale.
         q, scale = -q, -scale
+    elif scale == 0:
+        q, scale = q * 0, 1.0
     residues = pattern.residues()
     group = q.shape[2] // k.shape[2]
     shared = all(len(set(residues[n : n + group])) == 1 for n in range(0, len(residues), group))
@@ -241,16 +243,24 @@ def attention_backward(
     call = _Call(q, k, v, cu_q, cu_k, block, local, stride, shared)
     g = g if g.stride(-1) == 1 else g.contiguous()
     tiles = _tiles(q, v, block, stride)
-    delta = torch.empty_like(lse)
+    row_lse, row_delta = row_buffers(lse, tiles.dkv.rows), row_buffers(lse, tiles.dkv.rows)
     with _on(q):
-        delta_kernel[(triton.cdiv(call.q_len, 64) * call.batch * call.heads,)](
-            out, g, lse if g_lse is None else g_lse.contiguous(), delta, call.batch * call.heads, call.q_len, call.heads,
+        rows_kernel[(triton.cdiv(call.q_len, 64) * call.batch * call.heads,)](
+            out, g, lse, lse if g_lse is None else g_lse.contiguous(), row_lse, row_delta,
+            1.0 / scale, call.batch * call.heads, call.q_len, call.heads,
             *out.stride()[:3], *g.stride()[:3],
             DV=call.d_v, BDV=padded(call.d_v), BM=64, HAS_G_LSE=g_lse is not None,
         )  # fmt: skip
-        dq = _launch_dq(call, tiles.dq, q, k, v, g, lse, delta, residues, scale)
-        dk, dv = _launch_dkv(call, tiles.dkv, q, k, v, g, lse, delta, residues, scale)
+        dq = _launch_dq(call, tiles.dq, q, k, v, g, row_lse, row_delta, residues, scale)
+        dk, dv = _launch_dkv(call, tiles.dkv, q, k, v, g, row_lse, row_delta, residues, scale)
     return dq, dk, dv
+
+
+def row_buffers(lse: torch.Tensor, rows: int) -> torch.Tensor:
+    """A flat buffer for one number a row, with zeros after it where a tile of `rows` rows may read past the end."""
+    buffer = torch.empty(lse.numel() + rows, dtype=lse.dtype, device=lse.device)
+    buffer[lse.numel() :] = 0.0
+    return buffer
 
 
 def _launch_dq(

@@ -69,11 +69,11 @@ PATTERNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize(("rows", "keys"), [(32, 32), (64, 16), (16, 64)])
+@pytest.mark.parametrize(("rows", "keys"), [(64, 16), (16, 64)])
 def test_patterns_and_tiles(op: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, rows: int, keys: int) -> None:
     use_tiles(op, monkeypatch, rows, keys)
     pattern = S2Pattern(block_size=16, **PATTERNS[name])
-    check(*results(op, pattern, (150, 150, 16, 16)))
+    check(*results(op, pattern, (130, 130, 16, 16)))
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 65, 127])
