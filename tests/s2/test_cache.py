@@ -1,6 +1,8 @@
 """The cache holds what the pattern's count says, and decoding equals full attention at every length."""
 
 import doctest
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +84,13 @@ def test_the_example_in_the_docstring() -> None:
     results = doctest.testmod(s2.cache)
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_the_program_in_the_documentation() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "s2.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    whole = s2_attention(names["q"], names["k"], names["v"], names["pattern"])
+    assert isinstance(whole, torch.Tensor)
+    torch.testing.assert_close(names["last"], whole[:, -1:])
