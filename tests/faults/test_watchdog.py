@@ -58,7 +58,7 @@ def test_a_stopped_rank_is_named_by_the_other(forge: Forge, tiny: list[str], tmp
     assert said in job.output(0).splitlines()
     assert "train_step" in (job.run / "logs/rank_0.stacks.txt").read_text()
     assert state(job.run) == "failed"
-    job.kill()
+    job.kill(ranks=[1])
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ def pieces(engine: Engine, optimizer: bool = True) -> list[Piece]:
     from train.engine.checkpoint import sharded_state
 
     state = sharded_state(engine.chunks, engine.optimizer if optimizer else None, loading=False)
+    state.pop("random", None)
     apply_factories(state)
     found = []
     for value in nested_values(state):

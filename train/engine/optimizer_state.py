@@ -29,12 +29,13 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], *, loading: bool)
     owners = {id(tensor.data): tensor for tensor in nested_values(tensors)}
     state: dict[str, Any] = {}
     for number, part in _parts(optimizer):
-        if isinstance(part, DistributedOptimizer):
+        if _is_spread(part):
             state[number] = part.sharded_param_state_fully_reshardable(model_state, loading, {})
         else:
             state[number] = {
                 str(i): {
-                    name: make_sharded_optimizer_tensor(owners[id(weight)], value, prefix=f"optimizer.state.{name}")
+                    # A distributed optimiser keeps its masters and moments flat.
+                    name: make_sharded_optimizer_tensor(owners[id(weight)], value.view(weight.shape), prefix=f"optimizer.state.{name}")
                     for name, value in _tensors(part, main).items()
                 }
                 for i, (weight, main) in enumerate(_weights(part))
@@ -47,14 +48,14 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], *, loading: bool)
 def restore(optimizer: Any, state: dict[str, Any]) -> None:
     """Put loaded `state` (of `sharded_state`) into the optimiser."""
     for number, part in _parts(optimizer):
-        if isinstance(part, DistributedOptimizer):
+        if _is_spread(part):
             # Core was written for fused Adams without a `step` tensor and looks for one among the checkpoint's.
             part._set_main_param_and_optimizer_states = functools.partial(_set_keeping_step, part)
             part.load_parameter_state_from_fully_reshardable(state[number])
         else:
             for i, (_, main) in enumerate(_weights(part)):
                 for name, value in _tensors(part, main).items():
-                    value.data.copy_(state[number][str(i)][name])
+                    value.data.copy_(state[number][str(i)][name].view(value.shape))
         for values in part.optimizer.state.values():
             values["step"].fill_(float(state["step"]))
 
@@ -74,8 +75,19 @@ def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
             yield str(number), part
 
 
+def _is_spread(part: Any) -> bool:
+    """Whether the states have to be gathered: shared out over data-parallel ranks, or kept by the optimiser in a form of its own."""
+    if not isinstance(part, DistributedOptimizer):
+        return False
+    return part.data_parallel_group.size() > 1 or part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+
+
 def _weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(model weight, fp32 weight that Adam updates) of an optimiser that is not distributed; the same tensor in fp32."""
+    """(model weight, fp32 weight that Adam updates) of an optimiser that is not spread; the same tensor in fp32 if not distributed."""
+    if isinstance(part, DistributedOptimizer):
+        for weight, (group, order) in part.model_param_group_index_map.items():
+            yield weight, part.optimizer.param_groups[group]["params"][order]
+        return
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for weights, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             yield from zip(weights, mains, strict=True)
