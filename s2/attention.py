@@ -68,7 +68,6 @@ def s2_attention(
         k_len=k.shape[1],
         packed=documents is not None,
         lse=return_lse,
-        grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
     )
     attend = load(choose(request, backend).backend)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale

@@ -34,8 +34,6 @@ class Request:
     """Documents given by cumulative lengths."""
     lse: bool = False
     """The log-sum-exp is asked for."""
-    grad: bool = True
-    """Gradients will be asked for."""
 
     @property
     def is_dense(self) -> bool:

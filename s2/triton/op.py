@@ -11,6 +11,7 @@ import triton
 
 from ..blockmask import BlockMask
 from ..documents import Documents
+from ..errors import S2Error
 from ..pattern import S2Pattern
 from . import descriptors
 from .backward_kv import stripe_kernel, window_kernel
@@ -19,6 +20,8 @@ from .config import Tile, Tiles, choose_tiles, padded
 from .forward import forward_kernel
 
 LOG2_E = 1.4426950408889634
+LARGEST_TILE = 128
+"""Keys of the largest tile in `config.py`: offsets inside a tile are 32-bit."""
 CPU_SHARED = 1 << 17
 """Shared memory assumed by the interpreter."""
 
@@ -40,6 +43,10 @@ def attend(
         q, scale = -q, -scale
     elif scale == 0:
         q, scale = q * 0, 1.0
+    if max(k.stride(1), v.stride(1)) * pattern.stride * LARGEST_TILE >= 1 << 31:
+        raise S2Error(
+            "stride", pattern.stride, "makes a tile of stripe keys span 2**31 elements", "use a smaller stride or backend=reference"
+        )
     residues = pattern.residues()
     group = q.shape[2] // k.shape[2]
     shared = all(len(set(residues[n : n + group])) == 1 for n in range(0, len(residues), group))

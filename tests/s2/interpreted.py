@@ -189,3 +189,10 @@ def test_tiles_shrink_to_the_shared_memory() -> None:
                 for kind in ("forward", "dq", "dkv"):
                     assert _shared_bytes(kind, getattr(tiles, kind), d, d, size) <= shared
     assert choose_tiles(256, 256, 4, 16 << 10, 64) is None
+
+
+def test_a_tile_too_wide_for_its_offsets_is_refused(op: ModuleType) -> None:
+    pattern = S2Pattern(num_heads=64, num_kv_heads=64, block_size=16, local_blocks=1, stride=1 << 12, rotate=64)
+    x = torch.zeros(1, 2, 64, 64)
+    with pytest.raises(ValueError, match="stride=4096: makes a tile of stripe keys span"):
+        op.attend(x, x, x, pattern, 1.0, None, False)
