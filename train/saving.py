@@ -14,7 +14,7 @@ from train.config.compose import write_atomic
 from train.config.schema import Config
 from train.engine import checkpoint
 from train.engine.parallel import Ranks
-from train.worker import Hopeless, pace_path
+from train.worker import pace_path
 
 
 class Checkpoints:
@@ -45,7 +45,7 @@ class Checkpoints:
         return Path(found[0]) if found[0] is not None else None
 
     def save(self, step: int, chunks: list[Any], optimizer: Any, stored: dict[str, Any], *, last: bool) -> None:
-        """Write the checkpoint of `step`, or begin to. `last`: return when it is complete, and raise Hopeless when it is not."""
+        """Write the checkpoint of `step`, or begin to. `last`: return when it is complete, or raise CheckpointNotWritten."""
         self.finish()
         self._begun, self.saved_step = time.monotonic(), step
         if self._saver is None:
@@ -99,8 +99,9 @@ class Checkpoints:
             path = work()
         except checkpoint.CheckpointNotWritten as error:
             self.failures += 1
+            # Not Hopeless: a rank that died during the save looks the same from here, and then a restart helps.
             if last or self._config.on_failure == "stop":
-                raise Hopeless(str(error)) from error
+                raise
             if self._ranks.is_first:
                 print(f"{error}; checkpoint.on_failure=continue: the run goes on", flush=True)
             return

@@ -14,7 +14,7 @@ import pytest
 from real_runs import figures, state, steps_logged
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Launch = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -44,7 +44,7 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     return [found[rank] for rank in sorted(found)]
 
 
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
