@@ -50,7 +50,7 @@ class TrainConfig:
     log_every: int = 1
     """Steps between lines of `metrics.jsonl` and the tracker."""
     deterministic: bool = False
-    """Use deterministic kernels only."""
+    """Use torch's deterministic kernels; an operation that has none is named in a warning."""
     max_bad_steps: int = 3
     """Consecutive steps with a NaN or infinite loss or gradient that are skipped before the run stops."""
     timeout: float = 600.0

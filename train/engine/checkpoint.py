@@ -52,8 +52,19 @@ def _tensors(chunk: Any) -> dict[str, Any]:
     return {name: value for name, value in state.items() if isinstance(value, (ShardedTensor, ShardedTensorFactory))}
 
 
+def _gather_parameters(chunks: list[Any]) -> None:
+    # With overlapped gathering a rank has the step's new values in its own shard alone until the next forward pass.
+    for chunk in chunks:
+        settings = getattr(chunk, "ddp_config", None)
+        if settings is not None and settings.overlap_param_gather:
+            with torch.no_grad():
+                chunk.start_param_sync(force_sync=True)
+
+
 def sharded_state(chunks: list[Any], optimizer: Any | None, *, loading: bool) -> dict[str, Any]:
     """What a checkpoint holds, as core's sharded tensors: `model<chunk>` and, with an optimiser, `optimizer` and `random` (collective)."""
+    if not loading:
+        _gather_parameters(chunks)
     state: dict[str, Any] = {f"model{i}": _tensors(chunk) for i, chunk in enumerate(chunks)}
     if optimizer is not None:
         state["optimizer"] = optimizer_state.sharded_state(optimizer, dict(state), loading=loading)

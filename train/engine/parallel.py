@@ -1,6 +1,7 @@
 """Process groups of a run: one call sets up torch.distributed and Megatron-core's parallel state for a layout."""
 
 import datetime
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,7 @@ def build_ranks(config: Config, device: torch.device) -> Ranks:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     parallel = config.parallel
+    _determinism(config.train.deterministic)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -77,7 +79,7 @@ def build_ranks(config: Config, device: torch.device) -> Ranks:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=max(1, int(config.train.timeout // 60)),
+        distributed_timeout_minutes=math.ceil(config.train.timeout / 60),
         create_gloo_process_groups=device.type == "cuda",
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
@@ -89,6 +91,13 @@ def build_ranks(config: Config, device: torch.device) -> Ranks:
         device=device,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
     )
+
+
+def _determinism(wanted: bool) -> None:
+    # warn_only: an operation for which torch has no deterministic kernel is named in a warning instead of ending the run.
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
 
 
 def shutdown() -> None:
