@@ -50,7 +50,7 @@ def plan_run(overrides: Sequence[str]) -> Config:
         remedy = "start `torchrun --nnodes=... --nproc-per-node=... -m train.pretrain <overrides>` on each host"
         raise ConfigError("parallel.hosts", parallel.hosts, rule, remedy)
     config = prepare(overrides, parallel.processes, parallel.processes, 1)
-    check_devices(parallel.processes, visible_gpus())
+    check_devices(parallel.processes, visible_gpus(), config.attention.backend)
     return config
 
 

@@ -95,7 +95,7 @@ def _checked(config: Config, number: int) -> Config:
         raise ConfigError("resume", config.resume, "a sweep makes new runs", "resume one run without -m")
     if config.parallel.hosts != 1:
         raise ConfigError("parallel.hosts", config.parallel.hosts, "the launcher starts the processes of one host", "use parallel.hosts=1")
-    check_devices(config.parallel.processes, visible_gpus())
+    check_devices(config.parallel.processes, visible_gpus(), config.attention.backend)
     config = check(config, config.parallel.processes)
     run = replace(config.run, name=f"{config.run.name}_{number}", dir=f"{config.run.dir}_{number}" if config.run.dir else None)
     config = named(replace(config, run=run))

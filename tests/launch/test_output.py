@@ -105,3 +105,10 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Path) -> 
         lines = PlainLines(full)
         lines.feed(b"one\ntwo\nthree")
         lines.close()
+
+
+@pytest.mark.parametrize("backend", ["triton", "flex"])
+def test_a_back_end_that_needs_a_gpu_is_refused_on_a_cpu(backend: str) -> None:
+    check_devices(1, 1, backend)
+    with pytest.raises(ConfigError, match=f"attention.backend={backend}: this host shows no GPU.*; use attention.backend=auto"):
+        check_devices(1, 0, backend)

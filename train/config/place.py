@@ -6,13 +6,14 @@ A directory belongs to a run as soon as its `config.yaml` exists; that file is l
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from train.config.compose import dump_config, write_atomic
 from train.config.errors import ConfigError
@@ -21,6 +22,7 @@ from train.config.schema import Config
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
 STATUS_FILE = "status.json"
+LOCK_FILE = ".lock"
 RUNS_DIR = "runs"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 
@@ -84,6 +86,7 @@ def claim(config: Config, plan: dict[str, Any]) -> tuple[Path, int]:
     run_dir = Path(config.resume or config.run.dir or "")
     try:
         if config.resume is not None:
+            hold(run_dir)
             attempt = int(read_status(run_dir).get("attempt", 1)) + 1
             write_atomic(run_dir / f"config_{attempt - 1}.yaml", (run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
             dump_config(config, run_dir / CONFIG_FILE)
@@ -91,6 +94,7 @@ def claim(config: Config, plan: dict[str, Any]) -> tuple[Path, int]:
             attempt = 1
             run_dir.mkdir(parents=True, exist_ok=True)
             _claim_new(config, run_dir)
+            hold(run_dir)
         write_atomic(run_dir / PLAN_FILE, json.dumps(plan, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(
@@ -98,6 +102,26 @@ def claim(config: Config, plan: dict[str, Any]) -> tuple[Path, int]:
         ) from error
     write_status(run_dir, state="running", attempt=attempt)
     return run_dir, attempt
+
+
+_held: dict[Path, IO[str]] = {}
+
+
+def hold(run_dir: Path) -> None:
+    """Take the run for the life of this process, so that nobody else goes on with it meanwhile; ConfigError when somebody has it.
+
+    The system lets go of the lock when the process ends, however it ends. A process may take a run again.
+    """
+    place = run_dir.resolve()
+    if place in _held:
+        return
+    stream = (place / LOCK_FILE).open("a", encoding="utf-8")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise ConfigError("resume", run_dir, "the run is still going on in another process", "wait for it, or stop it first") from None
+    _held[place] = stream
 
 
 def _claim_new(config: Config, run_dir: Path) -> None:

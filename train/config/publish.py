@@ -21,7 +21,7 @@ from train.config.check import check
 from train.config.compose import load_config
 from train.config.convert import build, plain
 from train.config.errors import ConfigError, show
-from train.config.place import CONFIG_FILE, check_place, claim, named, read_status, write_status
+from train.config.place import CONFIG_FILE, check_place, claim, hold, named, read_status, write_status
 from train.config.plan import make_plan
 from train.config.resume import compose_run
 from train.config.schema import Config
@@ -130,6 +130,7 @@ def _rank_zero(prepare_run: Callable[[], Resolved]) -> dict[str, Any]:
 
 def _go_on(run_dir: Path) -> Resolved:
     """After torchrun has restarted its workers: the directory is there, made by the workers before."""
+    hold(run_dir)
     attempt = int(read_status(run_dir).get("attempt", 1)) + 1
     write_status(run_dir, state="running", attempt=attempt)
     return Resolved(config=load_config(run_dir / CONFIG_FILE), run_dir=run_dir, attempt=attempt, resumed=True)
