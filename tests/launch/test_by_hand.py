@@ -33,7 +33,7 @@ def test_four_ranks_a_second_apart_make_one_directory(torchrun: Torchrun, tmp_pa
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert sorted(done.stdout.splitlines()) == [f"rank {rank}: runs/{run.name} attempt 1 steps 7 resumed False" for rank in range(4)]
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "plan.json", "status.json"}
+    assert {path.name for path in run.iterdir()} == {".lock", "config.yaml", "plan.json", "status.json"}
 
 
 def test_an_error_is_the_same_line_on_every_rank(torchrun: Torchrun, tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ def _let_go_of_models() -> None:
     if wrappers is None:
         return
     for wrapper in [thing for thing in gc.get_objects() if type(thing) is wrappers.DistributedDataParallel]:
+        if "_modules" not in wrapper.__dict__:  # emptied after an earlier job, and still held by an exception's frames
+            continue
         for module in list(wrapper.modules()):
             module.__dict__.clear()
 
