@@ -67,7 +67,7 @@ class Checkpoints:
     def under_way(self) -> tuple[str, float] | None:
         """What is being written and its `time.monotonic()` of start, for the watchdog."""
         started = self._saver.started if self._saver is not None else None
-        return (f"writing checkpoint {self.saved_step}, ", started) if started is not None else None
+        return ("the write in the background", started) if started is not None else None
 
     def note(self, name: str, seconds: float) -> None:
         """Have rank 0 write down what a save, a step or a validation takes: whoever stops the run waits accordingly."""

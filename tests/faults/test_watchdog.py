@@ -64,9 +64,9 @@ def test_a_stopped_rank_is_named_by_the_other(forge: Forge, tiny: list[str], tmp
 @pytest.mark.parametrize(
     ("fault", "settings", "where", "frame"),
     [
-        (hang_loader, [], "is at data of step", "in rows"),
-        (hang_writer, ["checkpoint.every=2"], "", "write_data"),
-        (hang_writer, ["checkpoint.every=2", "checkpoint.async_save=false"], "", "write_data"),
+        (hang_loader, [], "at data of step", "in rows"),
+        (hang_writer, ["checkpoint.every=2"], "at the write in the background of step", "write_data"),
+        (hang_writer, ["checkpoint.every=2", "checkpoint.async_save=false"], "at checkpoint of step 2;", "write_data"),
     ],
     ids=["loader", "writer", "writer in the foreground"],
 )
@@ -78,8 +78,8 @@ def test_what_hangs_is_found_in_the_stacks(
     started = time.monotonic()
     assert job.wait(60) == [1, 1], job.output()
     assert time.monotonic() - started < 40
-    assert "hang: rank 1 has made no progress" in failure(job.run, 1)
-    assert not where or where in failure(job.run, 0)
+    said = failure(job.run, 1)  # rank 0 reports the same, or that rank 1 has left, whichever comes first
+    assert "hang: rank 1 has made no progress" in said and where in said
     assert frame in (job.run / "logs/rank_1.stacks.txt").read_text()
 
 
