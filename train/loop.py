@@ -303,10 +303,10 @@ def pretrain(
         if resumed and ranks.is_first:
             keep_identity(run_dir, newest_complete(run_dir / CHECKPOINTS)[0])
         tracker = build_trackers(config, run_dir, attempt) if ranks.is_first else NullTracker()
-    stop = stop if stop is not None else NeverStop()
+    stop, watchdog = stop if stop is not None else NeverStop(), watchdog if watchdog is not None else NoWatchdog()
     status = "failed"
     try:
-        trainer = Trainer(config, run_dir, ranks, tracker, stop, watchdog or NoWatchdog())
+        trainer = Trainer(config, run_dir, ranks, tracker, stop, watchdog)
         if resumed:
             trainer.resume()
         stop.listen()
@@ -315,4 +315,5 @@ def pretrain(
             write_status(run_dir, state=status, attempt=attempt, exit_code=0, step=trainer.progress.step)
         return trainer.progress
     finally:
+        watchdog.stop()  # trackers have time limits of their own
         tracker.finish(status)

@@ -38,7 +38,6 @@ def main(argv: Sequence[str]) -> int:
         ranks = parallel.build_ranks(config, device)
         pretrain(config, run_dir, resolved.attempt, resolved.resumed, ranks, stop=stop, watchdog=watchdog)
         parallel.shutdown()
-        watchdog.stop()
     return 0
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 Ended = Callable[[str], None]
+START_SECONDS = 300.0
+"""Least time that the start may take, whatever the limit of a step: imports, data, the model, the other ranks."""
 
 
 def heartbeat_path(run_dir: Path, rank: int) -> Path:
@@ -65,6 +67,7 @@ class Watchdog:
             return
         self._stop.set()
         self._thread.join()
+        self._thread = None
         faulthandler.cancel_dump_traceback_later()
         self._stacks.close()
         for path in (heartbeat_path(self._run_dir, self._rank), stacks_path(self._run_dir, self._rank)):
@@ -83,7 +86,10 @@ class Watchdog:
             path.with_suffix(".part").replace(path)
         except OSError:  # a full or absent disk is not a hang; whoever needs it will say so
             pass
-        faulthandler.dump_traceback_later(2 * self._timeout + self._interval, exit=True, file=self._stacks)
+        faulthandler.dump_traceback_later(2 * self._limit(phase) + self._interval, exit=True, file=self._stacks)
+
+    def _limit(self, phase: str) -> float:
+        return max(self._timeout, START_SECONDS) if phase == "start" else self._timeout
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval):
@@ -93,7 +99,7 @@ class Watchdog:
             work = self.also()
             if work is not None and now - work[1] > self._timeout:
                 phase, since = work
-            if now - since > self._timeout:
+            if now - since > self._limit(phase):
                 self._report(phase, step, now - since)
 
     def _report(self, phase: str, step: int, seconds: float) -> None:
