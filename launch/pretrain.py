@@ -13,6 +13,7 @@ from train.config.plan import make_plan
 from train.config.publish import SWEEP_FLAGS, prepare
 from train.config.resume import compose_run
 from train.config.schema import Config
+from train.engine.layout import processes_of_host, processes_of_site
 
 
 def pretrain(argv: Sequence[str], worker: Sequence[str] = WORKER) -> int:
@@ -33,24 +34,26 @@ def pretrain(argv: Sequence[str], worker: Sequence[str] = WORKER) -> int:
 
         return sweep(overrides, dry_run=dry_run, worker=worker)
     config = plan_run(overrides)
-    plan = make_plan(config, config.parallel.processes)
+    plan = make_plan(config, processes_of_site(config))
     show_plan(config, plan)
     if dry_run:
         return 0
     sys.stdout.flush()
     run_dir, attempt = claim(config, plan)
-    return start(run_dir, attempt, config.parallel.processes, worker, config.train.max_restarts)
+    return start(run_dir, attempt, processes_of_host(config), worker, config.train.max_restarts)
 
 
 def plan_run(overrides: Sequence[str]) -> Config:
     """Return the checked, named configuration of a run that this host can start. Writes nothing; raises ConfigError."""
-    parallel = compose_run(overrides).parallel
+    composed = compose_run(overrides)
+    parallel = composed.parallel
     if parallel.hosts != 1:
         rule = "the launcher starts the processes of one host"
         remedy = "start `torchrun --nnodes=... --nproc-per-node=... -m train.pretrain <overrides>` on each host"
         raise ConfigError("parallel.hosts", parallel.hosts, rule, remedy)
-    config = prepare(overrides, parallel.processes, parallel.processes, 1)
-    check_devices(parallel.processes, visible_gpus(), config.attention.backend)
+    processes = processes_of_host(composed)
+    config = prepare(overrides, processes_of_site(composed), processes, 1)
+    check_devices(processes, visible_gpus(), config.attention.backend)
     return config
 
 

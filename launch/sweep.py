@@ -34,6 +34,7 @@ from train.config.errors import ConfigError
 from train.config.place import RUNS_DIR, check_place, claim, named, read_status
 from train.config.plan import make_plan
 from train.config.schema import Config
+from train.engine.layout import processes_of_host, processes_of_site
 
 
 def sweep(overrides: Sequence[str], dry_run: bool = False, worker: Sequence[str] = WORKER) -> int:
@@ -68,10 +69,9 @@ def run_job(composed: DictConfig, worker: Sequence[str]) -> float | None:
     """
     number = int(HydraConfig.get().job.num)
     config = _checked(from_container(composed), number)
-    processes = config.parallel.processes
-    run_dir, attempt = claim(config, make_plan(config, processes))
+    run_dir, attempt = claim(config, make_plan(config, processes_of_site(config)))
     print(f"job {number}: {run_dir}  {' '.join(HydraConfig.get().overrides.task)}", flush=True)
-    code = start(run_dir, attempt, processes, worker, config.train.max_restarts)
+    code = start(run_dir, attempt, processes_of_host(config), worker, config.train.max_restarts)
     if read_status(run_dir).get("state") in ("stopped", "preempted"):
         raise KeyboardInterrupt
     if code != 0:
@@ -95,8 +95,9 @@ def _checked(config: Config, number: int) -> Config:
         raise ConfigError("resume", config.resume, "a sweep makes new runs", "resume one run without -m")
     if config.parallel.hosts != 1:
         raise ConfigError("parallel.hosts", config.parallel.hosts, "the launcher starts the processes of one host", "use parallel.hosts=1")
-    check_devices(config.parallel.processes, visible_gpus(), config.attention.backend)
-    config = check(config, config.parallel.processes)
+    config = replace(config, parallel=replace(config.parallel, processes=processes_of_host(config)))
+    check_devices(processes_of_host(config), visible_gpus(), config.attention.backend)
+    config = check(config, processes_of_site(config))
     run = replace(config.run, name=f"{config.run.name}_{number}", dir=f"{config.run.dir}_{number}" if config.run.dir else None)
     config = named(replace(config, run=run))
     check_place(config)

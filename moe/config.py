@@ -18,10 +18,17 @@ class MoeConfig:
     """Inner width of one expert; null: the model's ffn_width."""
     shared_width: int | None = None
     """Inner width of an expert that every token passes through; null: none."""
+    mode: str = "full"
+    """What becomes of a token's experts that its site does not hold: `full` (every site holds all), `skip` (dropped before any
+    compute), `mask` (not chosen) or `frozen` (held and not trained)."""
+    gate: str = "full"
+    """Gate of the experts that remain in mode skip: `full` keeps the softmax over all chosen ones, `kept` renormalises."""
     aux_coef: float = 0.01
     """Coefficient of the load-balancing loss."""
     z_coef: float = 0.0
     """Coefficient of the router's z loss."""
+    bias_rate: float = 0.0
+    """Step by which each expert's selection bias follows its load (balance without a loss); 0: no bias."""
 
     def blocks(self, layers: int) -> tuple[int, ...]:
         """Return the 0-based numbers of the Mixture-of-Experts blocks in a model of `layers` blocks; () for a dense model.

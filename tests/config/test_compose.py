@@ -17,7 +17,7 @@ from train.config.errors import ConfigError
 from train.config.plan import make_plan
 from train.config.resume import compose_run, get, put
 from train.config.schema import Config
-from train.engine.layout import ParallelLayout
+from train.engine.layout import ParallelLayout, processes_of_site
 
 SHIPPED = [f"{file.parent.name}={file.stem}" for file in sorted(CONFIG_DIR.glob("*/*.yaml"))]
 NEEDS_ALSO = {
@@ -25,6 +25,7 @@ NEEDS_ALSO = {
     "model=gpt_1b": [],
     "data=custom": [],
     "parallel=ep2": ["moe=mixtral"],
+    "federation=two_sites": ["moe=fomoe"],
     "parallel=node8": [],
 }
 
@@ -47,7 +48,7 @@ def test_every_shipped_option_composes_checks_and_plans(option: str, indexed: st
     own_data = option == "data=custom" or option.startswith("experiment=")
     overrides = [option, *NEEDS_ALSO.get(option, []), *([f"data.paths=[{indexed}]"] if own_data and option != "experiment=demo" else [])]
     composed = compose(overrides)
-    world = composed.parallel.processes
+    world = processes_of_site(composed)
     config = check(composed, world)
     plan = make_plan(config, world)
     assert plan["parameters"]["total"] >= plan["parameters"]["active"] > 0
@@ -56,7 +57,7 @@ def test_every_shipped_option_composes_checks_and_plans(option: str, indexed: st
 
 def test_every_group_has_options_and_every_section_that_is_a_group_names_known_keys() -> None:
     assert {option.partition("=")[0] for option in SHIPPED} == {
-        "attention", "checkpoint", "data", "experiment", "model", "moe", "offload", "optim", "parallel", "tracking",
+        "attention", "checkpoint", "data", "experiment", "federation", "model", "moe", "offload", "optim", "parallel", "tracking",
     }  # fmt: skip
 
 
@@ -203,10 +204,10 @@ class TestResume:
 
     def test_an_option_counts_where_it_is_the_default_too(self, run: Path) -> None:
         one = self.resumed(run, ["parallel=single", "tracking=none"])
-        assert (one.parallel.processes, one.parallel.ep, one.tracking.kind) == (1, 1, "none")
+        assert (one.parallel.processes, one.parallel.ep, one.tracking.kind) == (None, 1, "none")
         dump_config(one, run / "config.yaml")
         two = self.resumed(run, ["tracking=wandb"])
-        assert (two.parallel.processes, two.parallel.ep, two.tracking.kind) == (1, 1, "wandb")
+        assert (two.parallel.processes, two.parallel.ep, two.tracking.kind) == (None, 1, "wandb")
 
     def test_accepts_the_same_again(self, run: Path) -> None:
         assert self.resumed(run, ["experiment=demo", "optim.lr=0.002"]) == self.resumed(run, [])

@@ -190,5 +190,5 @@ def test_a_real_sweep_under_torchrun_is_refused(start: Start, small: list[str], 
     _, err = (process := start(*torchrun, "-m", "optim.lr=1e-3,3e-4")).communicate(timeout=120)
     assert process.returncode != 0
     line = "-m=: a sweep starts torchrun itself, once for each job; run `leantron pretrain -m optim.lr=1e-3,3e-4` without torchrun"
-    assert err.splitlines().count(line) == 2
+    assert err.splitlines().count(line) in (1, 2)  # torchrun may end the second rank before it comes to speak
     assert not (tmp_path / "runs").exists()

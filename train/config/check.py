@@ -10,6 +10,7 @@ from moe.config import MoeConfig
 from s2.errors import S2Error
 from s2.pattern import S2Pattern
 from train.config.check_data import check_data
+from train.config.check_federation import check_federation
 from train.config.check_offload import check_offload
 from train.config.errors import ConfigError
 from train.config.schema import Config, TrainConfig
@@ -20,6 +21,12 @@ from train.optim import OptimConfig
 CHOICES = {
     "train.precision": ("bf16", "fp32"),
     "train.recompute": ("none", "selective", "full"),
+    "moe.mode": ("full", "skip", "mask", "frozen"),
+    "moe.gate": ("full", "kept"),
+    "federation.policy": ("contiguous", "strided", "random", "rotating"),
+    "federation.weights": ("none", "tokens"),
+    "federation.router_rows": ("holders", "all"),
+    "federation.transfer_dtype": ("fp32", "bf16", "int8"),
     "attention.kind": ("dense", "s2"),
     "attention.per": ("kv_head", "q_head"),
     "attention.backend": ("auto", "triton", "flex", "sdpa", "reference"),
@@ -33,14 +40,25 @@ AT_LEAST_ONE = (
     "train.steps", "train.seq_len", "train.micro_batch", "train.global_batch", "train.log_every", "model.layers", "model.width",
     "model.ffn_width", "model.heads", "model.kv_heads", "model.head_dim", "model.vocab_size", "attention.block_size",
     "attention.local_blocks", "attention.stride", "attention.step", "attention.rotate", "moe.top_k", "moe.ffn_width", "moe.shared_width",
-    "parallel.processes", "parallel.hosts", "optim.decay_steps", "checkpoint.keep",
+    "parallel.processes", "parallel.hosts", "optim.decay_steps", "checkpoint.keep", "federation.sites", "federation.replication",
+    "federation.rotate_every", "federation.sync_every", "federation.quorum", "federation.fragments",
 )  # fmt: skip
 AT_LEAST_ZERO = (
     "train.eval_every", "train.eval_steps", "train.max_bad_steps", "train.seed", "moe.experts", "moe.aux_coef", "moe.z_coef",
     "attention.offset", "attention.dense_heads", "optim.min_lr", "optim.warmup_steps", "optim.clip", "optim.weight_decay",
-    "checkpoint.every", "checkpoint.keep_every", "train.hang_timeout", "train.max_restarts",
+    "checkpoint.every", "checkpoint.keep_every", "train.hang_timeout", "train.max_restarts", "moe.bias_rate", "federation.overlap_steps",
 )  # fmt: skip
-ABOVE_ZERO = ("train.timeout", "model.rope_base", "model.norm_eps", "model.init_std", "optim.lr", "optim.eps", "tracking.start_timeout")
+ABOVE_ZERO = (
+    "train.timeout",
+    "model.rope_base",
+    "model.norm_eps",
+    "model.init_std",
+    "optim.lr",
+    "optim.eps",
+    "tracking.start_timeout",
+    "federation.outer_lr",
+    "federation.deadline",
+)
 
 
 def check(config: Config, world_size: int) -> Config:
@@ -57,6 +75,7 @@ def check(config: Config, world_size: int) -> Config:
     _check_train(config.train)
     _check_optim(config.optim, config.train)
     attention_pattern(config)
+    check_federation(config)
     layout = ParallelLayout.build(config, world_size)
     vocabulary = check_data(config)
     config = replace(config, model=replace(config.model, vocab_size=vocabulary))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from train.config.errors import ConfigError
 from train.config.schema import Config
-from train.engine.layout import ParallelLayout
+from train.engine.layout import ParallelLayout, processes_of_host
 from train.offload.config import OffloadConfig
 from train.offload.machine import cores, gpu_bytes, host_bytes
 from train.offload.plan import choose
@@ -39,7 +39,7 @@ def _resolved(config: Config, layout: ParallelLayout) -> OffloadConfig:
         raise ConfigError("offload.mode", "auto", str(error), "choose offload=none, offload=stream or offload=cpu_step") from error
     if device is None:  # host and device are the same memory: moving states within it saves nothing
         return replace(config.offload, mode="none")
-    local = config.parallel.processes
+    local = processes_of_host(config)
     rest = memory_model(replace(config, offload=OffloadConfig()), layout)
     others = (rest["total"] - rest["optimizer"]) * GIB
     room, host = DEVICE_SHARE * device - others, HOST_SHARE * host_bytes() / local

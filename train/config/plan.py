@@ -8,7 +8,7 @@ from typing import Any
 
 from train.config.check import attention_pattern
 from train.config.schema import Config
-from train.engine.layout import ParallelLayout
+from train.engine.layout import ParallelLayout, processes_of_host
 from train.offload.machine import cores
 from train.offload.plan import ASSUMPTIONS, every_mode, place
 
@@ -125,7 +125,7 @@ def optimizer_parts(config: Config, layout: ParallelLayout) -> list[int]:
 
 def offload_plan(config: Config, layout: ParallelLayout) -> dict[str, Any]:
     """Return what each place of the optimiser's states takes of a process and adds to a step, with the assumptions behind the seconds."""
-    offload, threads = config.offload, max(1, cores() // config.parallel.processes)
+    offload, threads = config.offload, max(1, cores() // processes_of_host(config))
     low = config.train.precision == "bf16"
     modes = every_mode(optimizer_parts(config, layout), low, offload.fraction, threads)
     return {"mode": offload.mode, "modes": [asdict(each) for each in modes], "assumptions": {**ASSUMPTIONS, "threads": threads}}

@@ -9,6 +9,7 @@ from moe.config import MoeConfig
 from train.checkpoint.config import CheckpointConfig
 from train.data.config import DataConfig
 from train.engine.config import ParallelConfig
+from train.federation.config import FederationConfig
 from train.model.config import AttentionConfig, ModelConfig
 from train.offload.config import OffloadConfig
 from train.optim import OptimConfig
@@ -36,7 +37,7 @@ class TrainConfig:
     micro_batch: int = 1
     """Rows that a data-parallel rank passes through the model at once."""
     global_batch: int = 8
-    """Rows of one optimiser step over all data-parallel ranks."""
+    """Rows of one optimiser step over all data-parallel ranks of all sites."""
     seed: int = 1234
     """Seed of weights and data order."""
     precision: str = "bf16"
@@ -73,6 +74,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
+    federation: FederationConfig = field(default_factory=FederationConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     data: DataConfig = field(default_factory=DataConfig)

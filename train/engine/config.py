@@ -19,8 +19,8 @@ class ParallelConfig:
     """Expert parallelism: data-parallel ranks that share a layer's experts."""
     sp: bool = False
     """Sequence parallelism: norms and residuals split over the tensor-parallel ranks."""
-    processes: int = 1
-    """Processes per host that the launcher starts."""
+    processes: int | None = None
+    """Processes per host that the launcher starts, over all its sites; null: as many as the other axes and the sites ask for."""
     hosts: int = 1
     """Hosts of the run; over 1, start `torchrun` on each by hand or through Slurm."""
     distributed_optimizer: bool = True

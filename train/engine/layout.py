@@ -5,6 +5,7 @@ ep x edp x pp: an expert's matrices are not split (expert tensor parallelism 1),
 tp x cp x dp processes, as Megatron-core 0.19 asks (`world % (ep * pp) == 0`).
 """
 
+import math
 from dataclasses import dataclass
 
 from train.config.errors import ConfigError
@@ -30,6 +31,8 @@ class ParallelLayout:
     """Expert-parallel ranks."""
     sp: bool
     """Sequence parallelism over the tensor-parallel ranks."""
+    sites: int = 1
+    """Sites of the run; the other sizes are those of one site."""
 
     @classmethod
     def build(cls, config: Config, world: int) -> "ParallelLayout":
@@ -44,7 +47,16 @@ class ParallelLayout:
             raise ConfigError("parallel.processes", world, "a run has at least one process", "set parallel.processes=1 or more")
         _positive("train.micro_batch", config.train.micro_batch)
         _positive("train.global_batch", config.train.global_batch)
-        layout = cls(world=world, tp=parallel.tp, pp=parallel.pp, vpp=parallel.vpp, cp=parallel.cp, ep=parallel.ep, sp=parallel.sp)
+        layout = cls(
+            world=world,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            vpp=parallel.vpp,
+            cp=parallel.cp,
+            ep=parallel.ep,
+            sp=parallel.sp,
+            sites=config.federation.sites,
+        )
         layout._check_world()
         layout._check_tensor(config)
         layout._check_pipeline(config)
@@ -64,7 +76,7 @@ class ParallelLayout:
 
     def micro_batches(self, config: Config) -> int:
         """Micro-batches that a data-parallel rank passes through the model in one optimiser step."""
-        return config.train.global_batch // (config.train.micro_batch * self.dp)
+        return config.train.global_batch // (config.train.micro_batch * self.dp * self.sites)
 
     def describe(self) -> str:
         """Return the axes that are in use, in words: `dp 2 x tp 2 (+sp), ep 2`."""
@@ -158,14 +170,31 @@ class ParallelLayout:
 
     def _check_batch(self, config: Config) -> None:
         train = config.train
-        rows = train.micro_batch * self.dp
+        rows = train.micro_batch * self.dp * self.sites
         if train.global_batch % rows:
-            rule = f"must be a multiple of train.micro_batch={train.micro_batch} x {self.dp} data-parallel ranks"
+            rule = f"must be a multiple of train.micro_batch={train.micro_batch} x {self.dp} data-parallel ranks" + (
+                f" x {self.sites} sites" if self.sites > 1 else ""
+            )
             raise ConfigError("train.global_batch", train.global_batch, rule, f"use {-(-train.global_batch // rows) * rows}")
         count = self.micro_batches(config)
         if self.vpp > 1 and count % self.pp:
             rule = f"interleaving passes micro-batches in groups of parallel.pp={self.pp}, and a step has {count} of them"
             raise ConfigError("train.global_batch", train.global_batch, rule, f"use a multiple of {rows * self.pp}")
+
+
+def processes_of_host(config: Config) -> int:
+    """Processes that the launcher starts on one host: as given, or as many as the axes of a site and the sites ask for."""
+    parallel = config.parallel
+    if parallel.processes is not None:
+        return parallel.processes
+    site = parallel.pp * parallel.cp * math.lcm(parallel.tp, parallel.ep)
+    return site * (config.federation.sites if config.federation.site is None else 1)
+
+
+def processes_of_site(config: Config) -> int:
+    """Processes of one site on this host: all of them, unless the launcher starts several sites here."""
+    shared = config.federation.site is None and config.federation.sites > 1
+    return processes_of_host(config) // config.federation.sites if shared else processes_of_host(config)
 
 
 def head_dim(model: ModelConfig) -> int:

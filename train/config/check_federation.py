@@ -1,0 +1,106 @@
+"""Rules about sites and the experts they hold."""
+
+from train.config.errors import ConfigError
+from train.config.schema import Config
+from train.federation.residency import residency_plan
+
+_PLAN_KEYS = {"replication": "federation.replication", "policy": "federation.policy", "rotate_every": "federation.rotate_every"}
+
+
+def check_federation(config: Config) -> None:
+    """Raise ConfigError for the first rule about sites, residency and expert modes that `config` breaks (derived sizes filled in)."""
+    _check_modes(config)
+    federation = config.federation
+    if federation.sites == 1:
+        for key in ("site", "endpoint", "rotate_every"):
+            if getattr(federation, key) is not None:
+                rule = "has no effect in a run of one site"
+                raise ConfigError(f"federation.{key}", getattr(federation, key), rule, "leave it out, or set federation.sites=2 or more")
+        if federation.replication not in (None, 1):
+            rule = "each expert has as many holders as there are sites at most, and federation.sites=1"
+            raise ConfigError("federation.replication", federation.replication, rule, "leave it out, or set federation.sites")
+        return
+    _check_rounds(config)
+    _check_place(config)
+    _check_residency(config)
+
+
+def _check_modes(config: Config) -> None:
+    moe, federation = config.moe, config.federation
+    if not moe.experts:
+        return
+    if moe.gate == "kept" and moe.mode != "skip":
+        raise ConfigError("moe.gate", "kept", f"has no effect with moe.mode={moe.mode}, which drops nothing", "use moe.gate=full")
+    partial = federation.sites > 1 and federation.replication not in (None, federation.sites)
+    if moe.mode == "full" and partial:
+        rule = f"federation.replication={federation.replication} leaves experts out at each of {federation.sites} sites"
+        raise ConfigError("moe.mode", "full", rule, "use moe.mode=skip (moe=fomoe), or leave federation.replication out")
+    if moe.bias_rate and moe.mode == "frozen":
+        raise ConfigError("moe.bias_rate", moe.bias_rate, "steers tokens by load and is untried with moe.mode=frozen", "use 0")
+
+
+def _check_rounds(config: Config) -> None:
+    federation, steps = config.federation, config.federation.sync_every
+    if federation.overlap_steps >= steps:
+        rule = f"an outer step must end before the next one begins, federation.sync_every={steps} steps later"
+        raise ConfigError("federation.overlap_steps", federation.overlap_steps, rule, f"use {steps - 1} or fewer")
+    if federation.fragments > config.model.layers:
+        rule = f"a fragment holds at least one of the {config.model.layers} blocks"
+        raise ConfigError("federation.fragments", federation.fragments, rule, "use fewer")
+    if steps % federation.fragments:
+        rule = f"fragments take turns every federation.sync_every / fragments steps, and {steps} is no multiple of it"
+        raise ConfigError("federation.fragments", federation.fragments, rule, "use a divisor of federation.sync_every")
+    if federation.quorum is not None and not federation.sites // 2 < federation.quorum <= federation.sites:
+        rule = f"must be more than half of federation.sites={federation.sites}, and no more than all"
+        raise ConfigError("federation.quorum", federation.quorum, rule, f"use {federation.sites // 2 + 1} to {federation.sites}")
+    if not 0.0 <= federation.outer_momentum < 1.0:
+        raise ConfigError("federation.outer_momentum", federation.outer_momentum, "must be from 0 to below 1", "choose one")
+
+
+def _check_place(config: Config) -> None:
+    federation, processes = config.federation, config.parallel.processes
+    if federation.site is None:
+        if federation.endpoint is not None:
+            rule = "names where sites of several hosts meet, and this command starts all sites here"
+            raise ConfigError("federation.endpoint", federation.endpoint, rule, "leave it out, or give federation.site")
+        if processes is not None and processes % federation.sites:
+            rule = f"must be a multiple of federation.sites={federation.sites}: every site has as many processes"
+            up = -(-processes // federation.sites) * federation.sites
+            raise ConfigError("parallel.processes", processes, rule, f"use {up}")
+        return
+    if not 0 <= federation.site < federation.sites:
+        rule = f"sites are numbered from 0 to {federation.sites - 1}"
+        raise ConfigError("federation.site", federation.site, rule, "choose one, or leave it out to start all sites here")
+    host, colon, port = (federation.endpoint or "").rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        rule = "a site that is started by itself needs to know where the sites meet, as host:port"
+        raise ConfigError("federation.endpoint", federation.endpoint, rule, "write federation.endpoint=<host of site 0>:<free port>")
+
+
+def _check_residency(config: Config) -> None:
+    federation, moe = config.federation, config.moe
+    if not moe.experts:
+        if federation.replication is not None:
+            rule = "says how many sites hold an expert, and moe.experts=0"
+            raise ConfigError("federation.replication", federation.replication, rule, "leave it out, or use moe=fomoe")
+        return
+    try:
+        plan = residency_plan(config)
+    except ValueError as error:
+        key, _, rest = str(error).partition("=")
+        value, _, words = rest.partition(": ")
+        rule, _, remedy = words.partition("; ")
+        raise ConfigError(_PLAN_KEYS.get(key, "federation.sites"), value, rule, remedy or "correct it") from error
+    assert plan is not None
+    if moe.mode == "frozen":
+        return
+    for layer in plan.layers:
+        counts = [len(plan.resident(site, layer)) for site in range(plan.sites)]
+        ep = config.parallel.ep
+        uneven = next((count for count in counts if count % ep), None)
+        if uneven is not None:
+            rule = f"must divide the experts that a site holds, and in block {layer} a site holds {uneven} of {moe.experts}"
+            raise ConfigError("parallel.ep", ep, rule, "choose a divisor, or another federation.replication")
+        if moe.mode == "mask" and min(counts) < moe.top_k:
+            rule = f"every token keeps its {moe.top_k} experts in moe.mode=mask, and a site holds {min(counts)} in block {layer}"
+            raise ConfigError("moe.top_k", moe.top_k, rule, "use moe.mode=skip, or raise federation.replication")
