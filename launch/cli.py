@@ -1,25 +1,57 @@
-"""The command line, `leantron <command> ...`. Mistakes end in one line on stderr and exit code 2."""
+"""The command line, `leantron <command> ...`. Mistakes end in one line on stderr and exit code 2.
+
+A new command is one row of `COMMANDS`: its function takes the arguments after the command's name and returns the exit code.
+"""
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
 
 from launch.packages import ForeignPackage, use_own_packages
 
-USAGE = """\
-usage: leantron <command> ...
-
-  pretrain [--dry-run] [-m] <overrides>  train: `leantron pretrain experiment=demo`; --help lists every key
-  config <overrides>                     print the configuration that the overrides make
-  data build | show                      index text, JSONL or Parquet files for training; look into an index
-  generate <run> --prompt TEXT           continue a text with a trained run
-  checkpoints <run>                      list a run's checkpoints: step, size, whether complete, whether kept for good
-  report <run>                           draw a run's curves and patterns into <run>/report/index.html
-  doctor                                 what this machine offers: devices, packages, attention back ends
-
-  --version                              version of leantron
-  -h, --help                             this text, or the one of a command
-"""
 BAD_INPUT = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row of the table."""
+
+    arguments: str
+    """What follows the name, as the help shows it."""
+    words: str
+    """What it does, in one line."""
+    function: str
+    """`module:function`, imported when the command is used; it answers -h and --help itself."""
+
+
+COMMANDS = {
+    "pretrain": Command(
+        "[--dry-run] [-m] <overrides>",
+        "train: `leantron pretrain experiment=demo`; --help lists every key",
+        "launch.commands:pretrain",
+    ),
+    "config": Command("<overrides>", "print the configuration that the overrides make", "launch.commands:config"),
+    "data": Command("build | show", "index text, JSONL or Parquet files for training; look into an index", "launch.commands:data"),
+    "generate": Command("<run> --prompt TEXT", "continue a text with a trained run", "train.generate:main"),
+    "checkpoints": Command(
+        "<run>",
+        "list a run's checkpoints: step, size, whether complete, whether kept for good",
+        "launch.commands:checkpoints",
+    ),
+    "report": Command("<run>", "draw a run's curves and patterns into <run>/report/index.html", "launch.commands:report"),
+    "doctor": Command("", "what this machine offers: devices, packages, attention back ends", "launch.commands:doctor"),
+}
+
+
+def usage() -> str:
+    """The text of `leantron --help`."""
+    shapes = {f"{name} {command.arguments}".rstrip(): command.words for name, command in COMMANDS.items()}
+    width = max(map(len, shapes))
+    rows = [f"  {shape:<{width}}  {words}" for shape, words in shapes.items()]
+    options = [("--version", "version of leantron"), ("-h, --help", "this text, or the one of a command")]
+    rows += ["", *(f"  {name:<{width}}  {words}" for name, words in options)]
+    return "usage: leantron <command> ...\n\n" + "\n".join(rows) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,89 +84,31 @@ def _is_user_error(error: Exception) -> bool:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if command in ("-h", "--help", "help"):
-        print(USAGE, end="")
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in ("-h", "--help", "help"):
+        print(usage(), end="")
         return 0 if arguments else BAD_INPUT
-    if command == "--version":
+    if name == "--version":
         print(f"leantron {version()}")
         return 0
-    if command == "pretrain":
-        return _pretrain(rest)
-    if command == "config":
-        from launch.pretrain import print_config
-
-        return print_config(rest)
-    if command == "data":
-        return _data(rest)
-    if command == "generate":
-        from train.generate import main as generate_main
-
-        return generate_main(rest)
-    if command == "checkpoints":
-        return _checkpoints(rest)
-    if command == "report":
-        return _report(rest)
-    if command == "doctor":
-        from launch.doctor import doctor
-
-        return doctor()
-    return _unknown(command)
+    if name not in COMMANDS:
+        return _unknown(name)
+    module, _, function = COMMANDS[name].function.partition(":")
+    code = getattr(import_module(module), function)(rest)
+    assert isinstance(code, int)
+    return code
 
 
-def _pretrain(rest: list[str]) -> int:
-    if "-h" in rest or "--help" in rest:
-        from launch.help import pretrain_help
-
-        print(pretrain_help(), end="")
-        return 0
-    from launch.pretrain import pretrain
-
-    return pretrain(rest)
-
-
-def _data(rest: list[str]) -> int:
-    import argparse
-
-    from train.data.cli import add_arguments, run
-
-    parser = argparse.ArgumentParser(prog="leantron data", description="Index text for training, and look into an index.")
-    add_arguments(parser)
-    return run(parser.parse_args(rest))
-
-
-def _checkpoints(rest: list[str]) -> int:
-    if "-h" in rest or "--help" in rest:
-        print("usage: leantron checkpoints <run>\n\nList a run's checkpoints: step, size, whether complete, whether kept for good.")
-        return 0
-    from launch.checkpoints import show_checkpoints
-    from launch.pretrain import existing_run
-
-    return show_checkpoints(existing_run(rest, "checkpoints"))
-
-
-def _report(rest: list[str]) -> int:
-    if "-h" in rest or "--help" in rest:
-        print("usage: leantron report <run>\n\nDraw a run's curves and patterns into <run>/report/index.html.")
-        return 0
-    from launch.pretrain import existing_run
-    from train.report import write_report
-
-    print(write_report(existing_run(rest, "report")))
-    return 0
-
-
-def _unknown(command: str) -> int:
+def _unknown(name: str) -> int:
     import difflib
 
     from train.config.errors import ConfigError
 
-    commands = ("pretrain", "config", "data", "generate", "checkpoints", "report", "doctor")
-    closest = difflib.get_close_matches(command, commands, n=1)
-    remedy = f"did you mean {closest[0]}?" if closest else f"use one of {', '.join(commands)}"
-    if "=" in command:
-        remedy = f"write `leantron pretrain {command}`"
-    raise ConfigError("command", command, "there is no such command", remedy)
+    closest = difflib.get_close_matches(name, COMMANDS, n=1)
+    remedy = f"did you mean {closest[0]}?" if closest else f"use one of {', '.join(COMMANDS)}"
+    if "=" in name:
+        remedy = f"write `leantron pretrain {name}`"
+    raise ConfigError("command", name, "there is no such command", remedy)
 
 
 def version() -> str:

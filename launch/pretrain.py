@@ -2,11 +2,9 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from launch.devices import check_devices, visible_gpus
 from launch.torchrun import WORKER, start
-from train.config.compose import compose
 from train.config.errors import ConfigError
 from train.config.place import claim
 from train.config.plan import make_plan
@@ -55,27 +53,3 @@ def plan_run(overrides: Sequence[str]) -> Config:
     config = prepare(overrides, processes_of_site(composed), processes, 1)
     check_devices(processes, visible_gpus(), config.attention.backend)
     return config
-
-
-def print_config(overrides: Sequence[str]) -> int:
-    """`leantron config`: print what the overrides compose to, as YAML."""
-    import yaml
-
-    from train.config.convert import plain
-
-    yaml.safe_dump(plain(compose(overrides)), sys.stdout, sort_keys=False, allow_unicode=True)
-    return 0
-
-
-def existing_run(argv: Sequence[str], command: str) -> Path:
-    """Return the run's directory, the one argument of `leantron <command> <run>`. Raises ConfigError."""
-    if not argv or argv[0].startswith("-"):
-        raise ConfigError("run", "", f"`leantron {command}` needs a run", f"give its directory: leantron {command} runs/<name>")
-    if len(argv) > 1:
-        raise ConfigError(
-            argv[1].partition("=")[0], argv[1].partition("=")[2], f"`leantron {command}` takes a run and no more", "leave it out"
-        )
-    run_dir = Path(argv[0])
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError("run", run_dir, "there is no run: no config.yaml in it", "give the directory of a run")
-    return run_dir

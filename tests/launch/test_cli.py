@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.cli import main
+from launch.cli import COMMANDS, main
 from launch.help import documented_keys, group_options, pretrain_help
 from train.config.compose import compose
 from train.config.convert import known_keys, plain
@@ -101,13 +101,24 @@ def test_help_lists_every_key_with_type_default_and_documentation() -> None:
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "leantron <command>" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "leantron <command>" in out and all(f"\n  {name}" in out for name in COMMANDS)
     assert main([]) == 2
     capsys.readouterr()
     assert main(["pretrain", "--help"]) == 0
     assert "train.seq_len  (integer, 512)" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("leantron ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_answers_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main([name, "--help"])
+    except SystemExit as left:  # argparse leaves so
+        code = left.code
+    assert code == 0
+    assert capsys.readouterr().out.startswith(f"usage: leantron {name}")
 
 
 def test_config_prints_the_composition(capsys: pytest.CaptureFixture[str]) -> None:
