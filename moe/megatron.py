@@ -4,7 +4,7 @@ Core keeps its router (top-k, load-balancing and z loss), token dispatchers and 
 because core's grouped ones need Transformer Engine. Verified against megatron-core 0.19.2.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,15 +29,31 @@ from .experts import grouped_experts
 class GroupedSwiGLUExperts(MegatronModule):
     """The experts of one rank: `w_in` (local experts, 2F, H) with the gate's rows first, `w_out` (local experts, H, F).
 
-    Local expert i of expert-parallel rank r is global expert r * local + i. An expert lives whole on a rank: expert tensor
-    parallelism is refused. Takes and ignores keywords that later core versions add to the constructor.
+    Local expert i of expert-parallel rank r is the layer's global expert resident[r * local + i]; without `resident`, which lists
+    the experts that the ranks hold together, r * local + i. An expert lives whole on a rank: expert tensor parallelism is
+    refused. Takes and ignores keywords that later core versions add to the constructor.
     """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, *, pg_collection: Any, name: str | None = None, **_: Any) -> None:
+    global_experts: tuple[int, ...]
+    """Global number of each local expert."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: Any,
+        name: str | None = None,
+        resident: Sequence[int] | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__(config=config)
         _refuse(config, pg_collection)
         self.num_local_experts = num_local_experts
         self.ep_group = pg_collection.ep
+        first = self.ep_group.rank() * num_local_experts
+        numbers = range(first, first + num_local_experts) if resident is None else resident[first : first + num_local_experts]
+        self.global_experts = tuple(numbers)
         self.expt_dp_group = pg_collection.expt_dp
         inner, width = int(config.moe_ffn_hidden_size or config.ffn_hidden_size), config.hidden_size
         device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
@@ -60,11 +76,10 @@ class GroupedSwiGLUExperts(MegatronModule):
         One number is taken from torch's CPU generator, which must stand alike on all expert-parallel ranks.
         """
         layer_seed = int(torch.randint(2**62, (), dtype=torch.int64))
-        first = self.ep_group.rank() * self.num_local_experts
         devices = [self.w_in.device] if self.w_in.is_cuda else []
         with torch.random.fork_rng(devices):
-            for local in range(self.num_local_experts):
-                torch.manual_seed(layer_seed + first + local)
+            for local, expert in enumerate(self.global_experts):
+                torch.manual_seed(layer_seed + expert)
                 self.config.init_method(self.w_in[local])
                 self.config.output_layer_init_method(self.w_out[local])
 

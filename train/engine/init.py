@@ -35,10 +35,9 @@ def _tensor_slice(full: Tensor, dim: int, rank: int, world: int, gated: bool) ->
     return torch.cat((gate.chunk(world, dim)[rank], up.chunk(world, dim)[rank]), dim)
 
 
-def _expert_parameter(param: Tensor, name: str, std: float, seed: int, ep_rank: int) -> Tensor:
-    # (local experts, ...): expert e of the layer is drawn under its global number.
-    first = ep_rank * param.shape[0]
-    return torch.stack([_draw(param.shape[1:], std, seed, f"{name}.{first + e}") for e in range(param.shape[0])])
+def _expert_parameter(param: Tensor, name: str, std: float, seed: int, experts: Sequence[int]) -> Tensor:
+    # (local experts, ...): an expert of the layer is drawn under its global number, whichever slot and site holds it.
+    return torch.stack([_draw(param.shape[1:], std, seed, f"{name}.{expert}") for expert in experts])
 
 
 def global_name(name: str, layer_numbers: dict[int, int]) -> str:
@@ -66,7 +65,8 @@ def initialize(model: Any, config: Config, groups: Any) -> None:
         if config.model.tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"  # a copy on the last pipeline stage
         if ".experts." in name and ".shared_experts." not in name:
-            value = _expert_parameter(param, name, std, config.train.seed, groups.ep.rank())
+            experts = model.get_submodule(local.rpartition(".")[0]).global_experts
+            value = _expert_parameter(param, name, std, config.train.seed, experts)
         elif getattr(param, "tensor_model_parallel", False):
             dim = param.partition_dim
             shape = list(param.shape)
