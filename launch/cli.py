@@ -31,6 +31,9 @@ COMMANDS = {
         "train: `leantron pretrain experiment=demo`; --help lists every key",
         "launch.commands:pretrain",
     ),
+    "plan": Command(
+        "[--json] <overrides>", "check a run and show its plan; for several sites also what they hold and move", "launch.plan:plan_command"
+    ),
     "config": Command("<overrides>", "print the configuration that the overrides make", "launch.commands:config"),
     "data": Command("build | show", "index text, JSONL or Parquet files for training; look into an index", "launch.commands:data"),
     "generate": Command("<run> --prompt TEXT", "continue a text with a trained run", "train.generate:main"),

@@ -6,9 +6,12 @@ Everything is closed form; nothing is measured. The memory is a model and is lab
 from dataclasses import asdict
 from typing import Any
 
+from moe.cost import Sizes
 from train.config.check import attention_pattern
 from train.config.schema import Config
 from train.engine.layout import ParallelLayout, processes_of_host
+from train.federation.planning import federation_plan
+from train.federation.residency import residency_plan
 from train.offload.machine import cores
 from train.offload.plan import ASSUMPTIONS, every_mode, place
 
@@ -16,7 +19,7 @@ GIB = 2**30
 
 
 def make_plan(config: Config, world: int) -> dict[str, Any]:
-    """Return the plan of a checked `config` on `world` processes; the content of `plan.json`."""
+    """Return the plan of a checked `config` whose site has `world` processes; the content of `plan.json`."""
     layout = ParallelLayout.build(config, world)
     parameters = count_parameters(config)
     tokens = config.train.global_batch * config.train.seq_len
@@ -33,6 +36,7 @@ def make_plan(config: Config, world: int) -> dict[str, Any]:
         "layers": layer_table(config),
         "memory_model": memory_model(config, layout),
         "offload": offload_plan(config, layout),
+        "federation": federation_plan(config, class_sizes(config), "the configuration"),
     }  # fmt: skip
 
 
@@ -64,6 +68,18 @@ def _block_parameters(config: Config) -> int:
 def expert_parameters(config: Config) -> int:
     """Parameters of one expert (SwiGLU: three matrices)."""
     return 3 * config.model.width * (config.moe.ffn_width or 0)
+
+
+def class_sizes(config: Config) -> Sizes:
+    """Parameters by what an outer step does with them, of the whole model, vocabulary padding excluded; see `moe.cost.Sizes`."""
+    blocks = config.moe.blocks(config.model.layers)
+    in_experts = len(blocks) * config.moe.experts * (expert_parameters(config) + config.model.width)
+    return Sizes.uniform(
+        dense=count_parameters(config)["total"] - in_experts,
+        expert=expert_parameters(config),
+        router_row=config.model.width,
+        layers=blocks,
+    )
 
 
 def layer_table(config: Config) -> list[dict[str, Any]]:
@@ -109,10 +125,14 @@ def memory_model(config: Config, layout: ParallelLayout) -> dict[str, float]:
 
 
 def _parameters_of_a_process(config: Config, layout: ParallelLayout) -> tuple[float, float]:
-    """(Ordinary parameters, those of experts) that a process holds."""
-    experts = len(config.moe.blocks(config.model.layers)) * config.moe.experts * expert_parameters(config)
-    ordinary = count_parameters(config)["total"] - experts
-    return ordinary / (layout.pp * layout.tp), experts / (layout.pp * layout.ep)
+    """(Ordinary parameters, those of experts) that a process of the site with most experts holds."""
+    plan, expert = residency_plan(config), expert_parameters(config)
+    every = len(config.moe.blocks(config.model.layers)) * config.moe.experts
+    held = every
+    if plan is not None and config.moe.mode != "frozen":
+        held = max(sum(len(plan.resident(site, layer)) for layer in plan.layers) for site in range(plan.sites))
+    ordinary = count_parameters(config)["total"] - every * expert
+    return ordinary / (layout.pp * layout.tp), held * expert / (layout.pp * layout.ep)
 
 
 def optimizer_parts(config: Config, layout: ParallelLayout) -> list[int]:
