@@ -78,7 +78,8 @@ def test_no_delay_of_any_stream_changes_anything(late: str, mode: str, monkeypat
     optimizer = make(params, mode, 0.8)
     torch.cuda.synchronize()
     chance = random.Random(late)
-    slow = {"up": (optimizer._up,), "down": (optimizer._down,), "compute": (), "all": (optimizer._up, optimizer._down)}[late]
+    up, down = optimizer._traffic.up, optimizer._traffic.down
+    slow = {"up": (up,), "down": (down,), "compute": (), "all": (up, down)}[late]
     real_after, real_copy = Lane.after, torch._foreach_copy_
 
     def sleep() -> None:

@@ -43,10 +43,11 @@ def held_bytes(optimizer: OffloadedAdam) -> dict[str, int]:
     def size(tensors: list[torch.Tensor]) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
-    buffers = [tensor for buffer in getattr(optimizer, "_buffers", ()) for tensor in buffer._tensors.values()]
+    streamed, on_host = optimizer._streamed, optimizer._on_host
+    buffers = [tensor for buffer in streamed.buffers for tensor in buffer._tensors.values()] if streamed else []
     return {
-        "device": size([*optimizer._resident.tensors.values(), *buffers, *getattr(optimizer, "_rising", ())]),
-        "host": size([*optimizer._hosted.tensors.values(), *getattr(optimizer, "_falling", ())]),
+        "device": size([*optimizer._resident.tensors.values(), *buffers, *(on_host.rising if on_host else ())]),
+        "host": size([*optimizer._hosted.tensors.values(), *(on_host.falling if on_host else ())]),
     }
 
 

@@ -3,35 +3,39 @@
     optimizer = OffloadedAdam(model.parameters(), lr=3e-4, mode="stream")
 
 `stream` brings the states to the GPU bucket by bucket, updates them there with torch's fused AdamW and sends them back, both directions
-at once; what leaves last overlaps with whatever the GPU does next. `cpu_step` sends gradients down, runs the fused AdamW of the CPU
-and sends fp32 weights up, where they are cast. `none` keeps everything on the GPU: the same class, to compare with. On CPU tensors all
-modes work alike; only the streams are missing.
+at once; what leaves last overlaps with whatever the GPU does next, and `prefetch` has them arrive while backward still runs. `cpu_step`
+sends gradients down, runs an AdamW on the CPU and sends fp32 weights up, where they are cast. `none` keeps everything on the GPU: the
+same class, to compare with. On CPU tensors all modes work alike; only the streams are missing.
 
 Gradients are `parameter.decoupled_grad` where it is set (Megatron-core's name for main gradients of another dtype), else `.grad`.
 The host reads and writes states only after all copies have ended; whoever changes weights from outside calls `refresh_masters`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-from torch.profiler import record_function
 
-from train.offload.layout import BUFFERS, Bucket, Piece, Slot, StateLayout, arrange, planned_bytes
-from train.offload.memory import Lane, Slabs
-from train.offload.parameters import by_group, check_group, given, gradient_of, one_device, part, with_gradient
-from train.offload.places import NAMES, Buffer, Place, copy_bucket
+from train.offload.cpu_step import OnHost
+from train.offload.exposure import Exposure
+from train.offload.host_adam import host_adam
+from train.offload.layout import Piece, Slot, StateLayout, arrange, planned_bytes
+from train.offload.memory import Lane, Slabs, free_room
+from train.offload.parameters import check_group, given, gradient_of, one_device, with_gradient
+from train.offload.places import NAMES, Place
+from train.offload.stream import Streamed
+from train.offload.traffic import Traffic, Updater
 
 
 class OffloadedAdam(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) over bf16 or fp32 parameters of one device, states where `mode` says.
 
-    `fraction`: share of the states' bytes on the host. `bucket_elements`: parameters that move at once. `cpu_threads`: threads of the
-    host's Adam (None: as torch is set; torchrun sets one). Memory is taken here, once; `planned_bytes` tells how much, and
-    `close` gives it back. Raises ValueError for parameters and settings it cannot serve, MemoryError when the host lacks lockable memory.
+    `fraction`: share of the states' bytes on the host. `bucket_elements`: parameters that move at once. `cpu_adam`: the host's Adam, one
+    of `train.offload.host_adam.CHOICES`, and `cpu_threads`: its threads (None: as torch is set; torchrun sets one). Memory is taken here,
+    once; `planned_bytes` tells how much, and `close` gives it back. Raises ValueError for parameters and settings it cannot serve,
+    MemoryError when the host lacks lockable memory.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         mode: str = "stream",
         fraction: float = 1.0,
         bucket_elements: int = 16 * 2**20,
+        cpu_adam: str = "torch",
         cpu_threads: int | None = None,
     ) -> None:
         self._layout: StateLayout | None = None
@@ -56,10 +61,15 @@ class OffloadedAdam(torch.optim.Optimizer):
             sizes += [(number, parameter.numel(), parameter.dtype == torch.bfloat16) for parameter in group["params"]]
         if cpu_threads is not None and cpu_threads < 1:
             raise ValueError(f"cpu_threads={cpu_threads}: must be 1 or more; leave it out for torch's own number")
-        self.mode, self._cpu_threads = mode, cpu_threads
+        self.mode = mode
         self._device = one_device(self._weights)
-        self._layout = arrange(sizes, mode, fraction, bucket_elements)
-        self._allocate(self._layout)
+        layout = arrange(sizes, mode, fraction, bucket_elements)
+        update = host_adam(cpu_adam) if mode == "cpu_step" else None
+        self._layout = layout
+        self._allocate(layout)
+        self._streamed = Streamed(self._traffic, self._updater) if mode == "stream" else None
+        allocate = self._slabs.allocate
+        self._on_host = None if update is None else OnHost(self._traffic, self._updater, update, cpu_threads, allocate)
         self.refresh_masters()
 
     def _allocate(self, layout: StateLayout) -> None:
@@ -71,23 +81,14 @@ class OffloadedAdam(torch.optim.Optimizer):
 
         self._resident = Place.make(0, layout.cut, layout.resident_masters_end, on_device)
         self._hosted = Place.make(layout.cut, layout.size, layout.host_masters_end, self._slabs.allocate)
-        # The host's count of updates is the one that is kept; kernels on the GPU read a copy.
         self._steps = torch.zeros(len(self._weights))
-        self._device_steps = self._steps.to(device)
         for weight, step in zip(self._weights, self._steps.unbind(), strict=True):
             self.state[weight] = {"step": step}
-        count = min(BUFFERS, len(layout.offloaded))
-        if layout.mode == "stream":
-            masters = layout.host_masters_end > layout.cut
-            self._buffers = [Buffer(layout.widest, masters, device) for _ in range(count)]
-        elif layout.mode == "cpu_step":
-            self._rising = [torch.empty(layout.widest, device=device) for _ in range(count)]
-            self._falling = [self._slabs.allocate(layout.widest) for _ in range(count)]
-            self._risen: list[torch.cuda.Event | None] = [None] * count
-        self._up, self._down = Lane.new(device), Lane.new(device)
+        self._updater = Updater(self._weights, lambda: self.param_groups, self._steps, device)
+        self._exposure = Exposure(device)
+        self._traffic = Traffic(device, layout, self._hosted, Lane.new(device), Lane.new(device), self._exposure)
         # Buffers may be memory that earlier work on the caller's stream still uses.
-        self._up.wait(Lane.current(device).record())
-        self._settled: list[torch.cuda.Event | None] = [None] * len(layout.offloaded)
+        self._traffic.up.wait(Lane.current(device).record())
 
     @property
     def planned_bytes(self) -> dict[str, int]:
@@ -117,134 +118,48 @@ class OffloadedAdam(torch.optim.Optimizer):
         present = torch.tensor([gradient is not None for gradient in gradients])
         if not bool(present.any()):
             return loss
-        self._steps += present
-        if self._device.type == "cuda":
-            self._device_steps.copy_(self._steps)
-        else:
-            self._device_steps = self._steps
+        self._updater.count(present)
+        self._exposure.begin()
         ready = Lane.current(self._device).record()
-        for bucket in layout.resident:
-            self._update(with_gradient(bucket, gradients), self._resident, gradients)
+        with self._exposure.busy():
+            for bucket in layout.resident:
+                self._updater.on_device(with_gradient(bucket, gradients), self._resident, gradients)
         moving = [number for number, bucket in enumerate(layout.offloaded) if with_gradient(bucket, gradients)]
-        if layout.mode == "stream":
-            self._step_streamed(layout, moving, gradients)
-        elif layout.mode == "cpu_step":
-            self._step_on_host(layout, moving, gradients, ready)
+        if self._streamed is not None:
+            self._streamed.step(moving, gradients)
+        elif self._on_host is not None:
+            self._on_host.step(moving, gradients, ready)
+        self._exposure.end()
         return loss
 
-    def _step_streamed(self, layout: StateLayout, moving: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
-        compute = Lane.current(self._device)
-        for turn, number in enumerate(moving):
-            bucket, buffer = layout.offloaded[number], self._buffers[turn % len(self._buffers)]
-            place = buffer.holding(bucket, layout.host_masters_end)
-            with record_function("offload.h2d"), self._up.after(buffer.free, self._settled[number]):
-                copy_bucket(bucket, self._hosted, place)
-            compute.wait(self._up.record())
-            self._update(with_gradient(bucket, gradients), place, gradients)
-            with record_function("offload.d2h"), self._down.after(compute.record()):
-                copy_bucket(bucket, place, self._hosted)
-            buffer.free = self._settled[number] = self._down.record()
+    def prefetch(self, room: int | None = None) -> bool:
+        """`stream`: begin to bring states for the coming step, as far as they fit; to be called while backward runs, as often as one likes.
 
-    def _update(self, pieces: Sequence[Piece], place: Place, gradients: Sequence[Tensor | None]) -> None:
-        """Fused AdamW on the device over states in `place`, then the weights from the masters."""
-        masters, weights = [], []
-        for group, members in by_group(pieces):
-            updated, moments = [], []
-            for piece in members:
-                weight, master = self._weight(piece), place.of_piece("master", piece)
-                updated.append(weight if master is None else master)
-                moments.append((place.of_piece("exp_avg", piece), place.of_piece("exp_avg_sq", piece)))
-                if master is not None:
-                    masters.append(master)
-                    weights.append(weight)
-            self._fused(group, members, updated, moments, [part(gradients, piece) for piece in members], self._device_steps)
-        if weights:
-            torch._foreach_copy_(weights, masters)
+        `room`: bytes that they may take now; None: what is free on the GPU, less a reserve. Returns whether a later call could bring more.
+        The step is the same, bit for bit. States that came and were not used go with the step, or with `drop_prefetched`.
+        """
+        self._open()
+        if self._streamed is None or self._streamed.complete:
+            return False
+        self._streamed.prefetch(free_room(self._device) if room is None else room)
+        return not self._streamed.complete
 
-    def _step_on_host(
-        self, layout: StateLayout, moving: Sequence[int], gradients: Sequence[Tensor | None], ready: torch.cuda.Event | None
-    ) -> None:
-        compute = Lane.current(self._device)
-        slots = len(self._rising)
-        arrivals: list[torch.cuda.Event | None] = [None] * slots
+    def drop_prefetched(self) -> None:
+        """Give back the memory of states that came ahead of a step which is not taken."""
+        self._open()
+        if self._streamed is not None:
+            self._streamed.drop()
 
-        def send(turn: int) -> None:
-            if turn < len(moving):
-                arrivals[turn % slots] = self._send_gradients(layout.offloaded[moving[turn]], self._falling[turn % slots], gradients, ready)
-
-        for turn in range(slots):
-            send(turn)
-        with _threads(self._cpu_threads):
-            for turn, number in enumerate(moving):
-                bucket, lane = layout.offloaded[number], turn % slots
-                for event in (arrivals[lane], self._settled[number]):
-                    if event is not None:
-                        event.synchronize()
-                with record_function("offload.host_adam"):
-                    self._update_on_host(bucket, self._falling[lane], gradients)
-                send(turn + slots)
-                rising = self._rising[lane][: bucket.end - bucket.start]
-                with record_function("offload.h2d"), self._up.after(self._risen[lane]):
-                    rising.copy_(given(self._hosted.of("master", bucket.start, bucket.end)), non_blocking=True)
-                self._settled[number] = self._up.record()
-                compute.wait(self._settled[number])
-                pieces = with_gradient(bucket, gradients)
-                sources = [rising[piece.at - bucket.start :][: piece.end - piece.begin] for piece in pieces]
-                torch._foreach_copy_([self._weight(piece) for piece in pieces], sources)
-                self._risen[lane] = compute.record()
-
-    def _send_gradients(
-        self, bucket: Bucket, landing: Tensor, gradients: Sequence[Tensor | None], ready: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
-        """Copy a bucket's gradients to `landing` on the host, in fp32; returns the event of their arrival."""
-        with record_function("offload.d2h"), self._down.after(ready):
-            for piece in with_gradient(bucket, gradients):
-                # A cast, where one is needed, happens on the device, in this lane: a copy across dtypes is far slower.
-                target = landing[piece.at - bucket.start :][: piece.end - piece.begin]
-                target.copy_(part(gradients, piece), non_blocking=True)
-        return self._down.record()
-
-    def _update_on_host(self, bucket: Bucket, landing: Tensor, gradients: Sequence[Tensor | None]) -> None:
-        for group, members in by_group(with_gradient(bucket, gradients)):
-            moments = [(self._hosted.of_piece("exp_avg", piece), self._hosted.of_piece("exp_avg_sq", piece)) for piece in members]
-            masters = [given(self._hosted.of_piece("master", piece)) for piece in members]
-            arrived = [landing[piece.at - bucket.start :][: piece.end - piece.begin] for piece in members]
-            self._fused(group, members, masters, moments, arrived, self._steps)
-
-    def _fused(
-        self,
-        group: int,
-        members: Sequence[Piece],
-        updated: list[Tensor],
-        moments: list[tuple[Tensor | None, Tensor | None]],
-        gradients: list[Tensor],
-        steps: Tensor,
-    ) -> None:
-        settings = self.param_groups[group]
-        torch._fused_adamw_(
-            updated,
-            gradients,
-            [given(first) for first, _ in moments],
-            [given(second) for _, second in moments],
-            [],
-            [steps[piece.slot.index] for piece in members],
-            lr=float(settings["lr"]),
-            beta1=settings["betas"][0],
-            beta2=settings["betas"][1],
-            weight_decay=settings["weight_decay"],
-            eps=settings["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
-
-    def _weight(self, piece: Piece) -> Tensor:
-        return self._weights[piece.slot.index].detach().view(-1)[piece.begin : piece.end]
+    def exposed_seconds(self) -> float | None:
+        """Mean seconds that a step since the last call waited for the host, see `train.offload.exposure`; None when there was none."""
+        self._open()
+        return self._exposure.take()
 
     def synchronize(self) -> None:
         """Have the host wait until no copy of states is under way."""
         self._open()
-        self._up.synchronize()
-        self._down.synchronize()
+        self._traffic.up.synchronize()
+        self._traffic.down.synchronize()
 
     def _parts(self, slot: Slot) -> Iterator[tuple[Place, Piece]]:
         """The one or two places that hold a parameter's states."""
@@ -262,6 +177,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         `parameters`: those whose weights were written; None: all.
         """
         layout = self._open()
+        self.drop_prefetched()
         self.synchronize()
         chosen = None if parameters is None else {self._slot(parameter).index for parameter in parameters}
         # By pieces of buckets: the fp32 copy on the device that each cast makes stays small.
@@ -269,16 +185,19 @@ class OffloadedAdam(torch.optim.Optimizer):
             for piece in (piece for bucket in buckets for piece in bucket.pieces):
                 master = place.of_piece("master", piece)
                 if master is not None and (chosen is None or piece.slot.index in chosen):
-                    master.copy_(self._weight(piece).float())
+                    master.copy_(self._updater.weight(piece).float())
 
     @torch.no_grad()
-    def states_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Copies on the CPU of a parameter's `exp_avg`, `exp_avg_sq`, `step` and, where it is bf16, its fp32 `master`."""
+    def states_of(self, parameter: Tensor, names: Sequence[str] = NAMES) -> dict[str, Tensor]:
+        """Copies on the CPU of a parameter's `exp_avg`, `exp_avg_sq`, `step` and, where it is bf16, its fp32 `master`.
+
+        `names`: those that are wanted besides `step`.
+        """
         slot = self._slot(parameter)
         self.synchronize()
         states = {"step": self._steps[slot.index].clone()}
         parts = list(self._parts(slot))
-        for name in NAMES if slot.low else NAMES[1:]:
+        for name in (name for name in (NAMES if slot.low else NAMES[1:]) if name in names):
             views = [given(place.of_piece(name, piece)).cpu() for place, piece in parts]
             states[name] = torch.cat(views or [torch.empty(0)]).view(parameter.shape)
         return states
@@ -291,6 +210,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         for name in names:
             if states[name].numel() != slot.numel:
                 raise ValueError(f"{name}: it has {states[name].numel()} elements and the parameter {slot.numel}; give its own state")
+        self.drop_prefetched()
         self.synchronize()
         if "step" in states:
             self._steps[slot.index] = float(states["step"])
@@ -345,15 +265,5 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._slabs.release()
         self._layout = None
         self.state.clear()
-        for name in ("_resident", "_hosted", "_buffers", "_rising", "_falling", "_risen", "_settled", "_steps", "_device_steps"):
+        for name in ("_resident", "_hosted", "_steps", "_updater", "_traffic", "_exposure", "_streamed", "_on_host"):
             self.__dict__.pop(name, None)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -10,6 +10,36 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
+
+RESERVE = 0.05
+"""Share of the GPU's memory that states which come ahead of the step leave free, for whatever backward has yet to allocate."""
+
+
+def free_room(device: torch.device) -> int:
+    """Bytes that states may take ahead of the step: what the driver and torch's allocator have free, less a reserve; 0 on the CPU.
+
+    On the CPU host and device are one memory, and a copy ahead of time hides nothing.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, free + cached - int(RESERVE * total))
+
+
+@contextmanager
+def span(name: str, device: torch.device) -> Iterator[None]:
+    """Name the work of the block in torch's profiler and, on a GPU, as an NVTX range."""
+    with record_function(name):
+        if device.type != "cuda":
+            yield
+            return
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
 
 
 class Slabs:

@@ -39,12 +39,21 @@ class Place:
 
 
 class Buffer:
-    """Device memory that buckets pass through, one after another. `free`: the event after which it may be filled again."""
+    """Device memory that buckets pass through, one after another.
+
+    `free`: the event after which it may be filled again. `arrived`: the event after which what it was last filled with is there.
+    """
 
     def __init__(self, width: int, masters: bool, device: torch.device) -> None:
         sizes = (width if masters else 0, width, width)
         self._tensors = {name: torch.empty(size, device=device) for name, size in zip(NAMES, sizes, strict=True)}
         self.free: torch.cuda.Event | None = None
+        self.arrived: torch.cuda.Event | None = None
+
+    def used_by(self, stream: torch.cuda.Stream) -> None:
+        """The memory goes back to the allocator, once the last reference is gone, only after the work that `stream` has now."""
+        for tensor in self._tensors.values():
+            tensor.record_stream(stream)
 
     def holding(self, bucket: Bucket, masters_end: int) -> Place:
         """This buffer as the place of `bucket`."""
