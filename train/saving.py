@@ -13,6 +13,7 @@ from train.checkpoint.directory import CHECKPOINTS, newest_complete, prune, tidy
 from train.config.compose import write_atomic
 from train.config.schema import Config
 from train.engine import checkpoint
+from train.engine.outer_state import OuterState
 from train.engine.parallel import Ranks
 from train.worker import pace_path
 
@@ -44,15 +45,20 @@ class Checkpoints:
         dist.broadcast_object_list(found)
         return Path(found[0]) if found[0] is not None else None
 
-    def save(self, step: int, chunks: list[Any], optimizer: Any, stored: dict[str, Any], *, last: bool) -> None:
-        """Write the checkpoint of `step`, or begin to. `last`: return when it is complete, or raise CheckpointNotWritten."""
+    def save(
+        self, step: int, chunks: list[Any], optimizer: Any, stored: dict[str, Any], *, last: bool, outer: OuterState | None = None
+    ) -> None:
+        """Write the checkpoint of `step`, or begin to. `last`: return when it is complete, or raise CheckpointNotWritten.
+
+        `outer`: the outer step's state of a site of several.
+        """
         self.finish()
         self._begun, self.saved_step = time.monotonic(), step
         if self._saver is None:
-            self._judge(lambda: self._save_now(step, chunks, optimizer, stored), last)
+            self._judge(lambda: self._save_now(step, chunks, optimizer, stored, outer), last)
             return
         saver = self._saver
-        self._judge(lambda: saver.start(step, chunks, optimizer, stored, self._prune), last)
+        self._judge(lambda: saver.start(step, chunks, optimizer, stored, self._prune, outer), last)
         if last:
             self.finish(last=True)
 
@@ -84,8 +90,8 @@ class Checkpoints:
         if self._saver is not None and self._saver.state != "idle":
             self._judge(self._saver.finish, last)
 
-    def _save_now(self, step: int, chunks: list[Any], optimizer: Any, stored: dict[str, Any]) -> Path:
-        path = checkpoint.save(self.directory, step, chunks, optimizer, stored)
+    def _save_now(self, step: int, chunks: list[Any], optimizer: Any, stored: dict[str, Any], outer: OuterState | None) -> Path:
+        path = checkpoint.save(self.directory, step, chunks, optimizer, stored, outer)
         if self._ranks.is_first:
             self._prune()
         return path

@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 
 from train.checkpoint.directory import MANIFEST, checkpoint_path, manifest_of, partial_path, stale_path
 from train.checkpoint.safety import read_index
-from train.engine import optimizer_state, random_state
+from train.engine import optimizer_state, outer_state, random_state
+from train.engine.outer_state import OuterState
 
 
 def unwrap(chunk: Any) -> Any:
@@ -61,18 +62,27 @@ def _gather_parameters(chunks: list[Any]) -> None:
                 chunk.start_param_sync(force_sync=True)
 
 
-def sharded_state(chunks: list[Any], optimizer: Any | None, *, loading: bool) -> dict[str, Any]:
-    """What a checkpoint holds, as core's sharded tensors: `model<chunk>` and, with an optimiser, `optimizer` and `random` (collective)."""
+def sharded_state(chunks: list[Any], optimizer: Any | None, outer: OuterState | None = None, *, loading: bool) -> dict[str, Any]:
+    """What a checkpoint holds, as core's sharded tensors: `model<chunk>` and, with an optimiser, `optimizer` and `random` (collective).
+
+    A site of several has `outer` too.
+    """
     if not loading:
         _gather_parameters(chunks)
     state: dict[str, Any] = {f"model{i}": _tensors(chunk) for i, chunk in enumerate(chunks)}
+    if outer is not None:
+        state["outer"] = outer_state.sharded_state(outer.tensors(), dict(state))
     if optimizer is not None:
-        state["optimizer"] = optimizer_state.sharded_state(optimizer, dict(state), loading=loading)
+        state["optimizer"] = optimizer_state.sharded_state(optimizer, _of_model(state), loading=loading)
         state["random"] = random_state.sharded_state()
     return state
 
 
-def save(directory: Path, step: int, chunks: list[Any], optimizer: Any, progress: dict[str, Any]) -> Path:
+def _of_model(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensors for name, tensors in state.items() if name.startswith("model")}
+
+
+def save(directory: Path, step: int, chunks: list[Any], optimizer: Any, progress: dict[str, Any], outer: OuterState | None = None) -> Path:
     """Write the checkpoint of `step` under `directory` (collective). `progress` is JSON: what the loop needs to go on.
 
     Returns its path. A write that fails on any rank raises CheckpointNotWritten on every rank and leaves earlier checkpoints alone.
@@ -80,7 +90,7 @@ def save(directory: Path, step: int, chunks: list[Any], optimizer: Any, progress
     final, partial = _places(directory, step)
     try:
         _on_first_rank(lambda: _empty_folder(partial))
-        save_state_dict(_storable(chunks, optimizer), **_writing(partial))
+        save_state_dict(_storable(chunks, optimizer, outer), **_writing(partial))
         _on_first_rank(lambda: _finish(partial, final, step, progress))
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         raise _not_written(final, partial, error) from error
@@ -117,7 +127,15 @@ class BackgroundSaver:
             return "writing"
         return "failed" if self._outcome.exception() else "written"
 
-    def start(self, step: int, chunks: list[Any], optimizer: Any, progress: dict[str, Any], then: Callable[[], object]) -> None:
+    def start(
+        self,
+        step: int,
+        chunks: list[Any],
+        optimizer: Any,
+        progress: dict[str, Any],
+        then: Callable[[], object],
+        outer: OuterState | None = None,
+    ) -> None:
         """Copy the state and begin to write the checkpoint of `step`; the one before must be finished.
 
         Rank 0's thread calls `then` once it is complete.
@@ -126,7 +144,7 @@ class BackgroundSaver:
         final, partial = _places(self._directory, step)
         try:
             _on_first_rank(lambda: _empty_folder(partial))
-            stored = _storable(chunks, optimizer, self._copies.copy)
+            stored = _storable(chunks, optimizer, outer, self._copies.copy)
             self._copies.wait()
         except Exception as error:
             raise _not_written(final, partial, error) from error
@@ -253,9 +271,11 @@ def _empty_folder(path: Path) -> None:
     path.mkdir(parents=True)
 
 
-def _storable(chunks: list[Any], optimizer: Any, copy: Callable[[ShardedTensor], torch.Tensor] | None = None) -> dict[str, Any]:
+def _storable(
+    chunks: list[Any], optimizer: Any, outer: OuterState | None, copy: Callable[[ShardedTensor], torch.Tensor] | None = None
+) -> dict[str, Any]:
     """What this rank writes of the state, as torch's saver takes it (collective); its data are copies when `copy` makes them."""
-    tensors, _ = save_preprocess(sharded_state(chunks, optimizer, loading=False))
+    tensors, _ = save_preprocess(sharded_state(chunks, optimizer, outer, loading=False))
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, True)
     if copy is not None:
         for tensor in nested_values(by_key):
@@ -317,14 +337,14 @@ def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
     return merged
 
 
-def load(path: Path, chunks: list[Any], optimizer: Any | None) -> dict[str, Any]:
-    """Read a complete checkpoint into the model and, when given, the optimiser (collective). Returns its `progress`.
+def load(path: Path, chunks: list[Any], optimizer: Any | None, outer: OuterState | None = None) -> dict[str, Any]:
+    """Read a complete checkpoint into the model and, when given, optimiser and outer state (collective). Returns its `progress`.
 
     Raises ValueError naming the file and the finding when it is incomplete, belongs to another model, or its index holds anything
     but tensor metadata.
     """
     manifest = manifest_of(path)
-    wanted = sharded_state(chunks, optimizer, loading=True)
+    wanted = sharded_state(chunks, optimizer, outer, loading=True)
     if optimizer is not None and not wanted["random"].keys() <= read_index(path / ".metadata").keys():
         del wanted["random"]  # another layout's
     state = _read(wanted, path)
@@ -333,6 +353,8 @@ def load(path: Path, chunks: list[Any], optimizer: Any | None) -> dict[str, Any]
         assert not unexpected and all(name.endswith("_extra_state") for name in missing), (missing, unexpected)
     if optimizer is not None:
         optimizer_state.restore(optimizer, state["optimizer"])
+    if outer is not None:
+        outer.restore(state.get("outer", {}))
     if "random" in state:
         random_state.restore(state["random"])
     if torch.cuda.is_available():

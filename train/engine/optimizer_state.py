@@ -28,7 +28,7 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], *, loading: bool)
     tensors, _ = extract_sharded_tensors_and_factories(model_state)
     owners = {id(tensor.data): tensor for tensor in nested_values(tensors)}
     state: dict[str, Any] = {}
-    for number, part in _parts(optimizer):
+    for number, part in parts(optimizer):
         if _is_spread(part):
             state[number] = part.sharded_param_state_fully_reshardable(model_state, loading, {})
         else:
@@ -38,7 +38,7 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], *, loading: bool)
                     name: make_sharded_optimizer_tensor(owners[id(weight)], value.view(weight.shape), prefix=f"optimizer.state.{name}")
                     for name, value in _tensors(part, main).items()
                 }
-                for i, (weight, main) in enumerate(_weights(part))
+                for i, (weight, main) in enumerate(weights(part))
             }
     step = torch.tensor([steps_taken(optimizer)], dtype=torch.int64)
     state["step"] = ShardedTensor.from_rank_offsets(_STEP, step, replica_id=dist.get_rank())
@@ -47,13 +47,13 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], *, loading: bool)
 
 def restore(optimizer: Any, state: dict[str, Any]) -> None:
     """Put loaded `state` (of `sharded_state`) into the optimiser."""
-    for number, part in _parts(optimizer):
+    for number, part in parts(optimizer):
         if _is_spread(part):
             # Core was written for fused Adams without a `step` tensor and looks for one among the checkpoint's.
             part._set_main_param_and_optimizer_states = functools.partial(_set_keeping_step, part)
             part.load_parameter_state_from_fully_reshardable(state[number])
         else:
-            for i, (_, main) in enumerate(_weights(part)):
+            for i, (_, main) in enumerate(weights(part)):
                 for name, value in _tensors(part, main).items():
                     value.data.copy_(state[number][str(i)][name].view(value.shape))
         for values in part.optimizer.state.values():
@@ -62,13 +62,14 @@ def restore(optimizer: Any, state: dict[str, Any]) -> None:
 
 def steps_taken(optimizer: Any) -> int:
     """Updates that Adam has made (its bias correction counts them); skipped steps do not count."""
-    for _, part in _parts(optimizer):
+    for _, part in parts(optimizer):
         for values in part.optimizer.state.values():
             return int(values["step"])
     return 0
 
 
-def _parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
+def parts(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """The optimisers inside core's chained one that have parameters on this rank, each with its number."""
     # A rank without any parameter of a kind (a stage without experts) has a stub in that place.
     for number, part in enumerate(optimizer.chained_optimizers):
         if part.optimizer is not None and not getattr(part, "is_stub_optimizer", False):
@@ -82,7 +83,7 @@ def _is_spread(part: Any) -> bool:
     return part.data_parallel_group.size() > 1 or part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
-def _weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(model weight, fp32 weight that Adam updates) of an optimiser that is not spread; the same tensor in fp32 if not distributed."""
     if isinstance(part, DistributedOptimizer):
         for weight, (group, order) in part.model_param_group_index_map.items():

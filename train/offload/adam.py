@@ -150,10 +150,13 @@ class OffloadedAdam(torch.optim.Optimizer):
         if self._streamed is not None:
             self._streamed.drop()
 
-    def exposed_seconds(self) -> float | None:
-        """Mean seconds that a step since the last call waited for the host, see `train.offload.exposure`; None when there was none."""
+    def exposed_seconds(self, wait: bool = False) -> float | None:
+        """Mean seconds that a step since the last call waited for the host, see `train.offload.exposure`; None when there was none.
+
+        `wait`: have the host wait for the end of the last step on the device, which else counts in the next call.
+        """
         self._open()
-        return self._exposure.take()
+        return self._exposure.take(wait)
 
     def synchronize(self) -> None:
         """Have the host wait until no copy of states is under way."""
