@@ -73,6 +73,21 @@ def _loop(x_sorted: Tensor, tokens_per_expert: Tensor, w_in: Tensor, w_out: Tens
     )
 
 
+class FreezeRows(torch.autograd.Function):
+    """Identity of a stack of weights (n, ...) whose gradient is zero in the rows that are not `trainable` (n,)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, trainable: Tensor) -> Tensor:
+        ctx.save_for_backward(trainable)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (trainable,) = ctx.saved_tensors
+        # Chosen, not multiplied: an infinite gradient of a frozen expert is zero too.
+        return torch.where(trainable.view(-1, *([1] * (grad.dim() - 1))), grad, 0.0), None
+
+
 class _ContiguousGradient(torch.autograd.Function):
     """Identity whose gradient is laid out in memory: the grouped kernel refuses expanded tensors (those of `y.sum()`)."""
 

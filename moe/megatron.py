@@ -1,29 +1,224 @@
-"""Megatron-core binding: our grouped experts in core's `MoELayer`, its spec, and the load of each expert.
+"""Megatron-core binding: our router and grouped experts in core's `MoELayer`, for sites that hold all experts or some.
 
-Core keeps its router (top-k, load-balancing and z loss), token dispatchers and shared expert; only the experts are ours,
-because core's grouped ones need Transformer Engine. Verified against megatron-core 0.19.2.
+Core keeps its token dispatchers, shared expert and router weights. The experts are ours because core's grouped ones need
+Transformer Engine; the routing is ours because core's knows no absent experts, steers by a bias only with other score functions
+than softmax, and weighs its losses by other tokens than the language model's. Verified against megatron-core 0.19.2.
 """
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import MoeConfig
-from .experts import grouped_experts
+from .experts import FreezeRows, grouped_experts
+from .skip import check_residents
+
+RoutingListener = Callable[[int, Tensor, Tensor | None, int], None]
+"""Called with a layer's 1-based number, the load (E,) before skipping, which of the chosen assignments were kept, (tokens, E) bool
+(None: all), and the number of tokens."""
+
+
+class SiteRouter(TopKRouter):
+    """Scores all E experts of a layer and routes to those that the site holds: `resident`, in the order of their slots.
+
+    What comes out covers the slots alone: probabilities and routing map are (tokens, len(resident)). Losses, bias and statistics are
+    taken over all E experts, on what was chosen before anything is skipped. `moe/skip.py` is the same in plain torch.
+    """
+
+    resident: Tensor
+    """Global number of the expert in each slot, (slots,) int64."""
+    here: Tensor
+    """Whether the site holds it, for each of E experts, (E,) bool."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: Any = None,
+        is_mtp_layer: bool = False,
+        *,
+        moe: MoeConfig,
+        resident: Sequence[int],
+    ) -> None:
+        # The layer around it is built for the experts that are here; the router has all of them.
+        config = copy.copy(config)
+        config.num_moe_experts = moe.experts
+        super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
+        check_residents(resident, moe.mode, moe.gate, moe.experts, moe.top_k)
+        if moe.gate == "kept" and moe.top_k == 1:
+            raise ValueError("moe.gate=kept: makes the only gate of a token 1, so the router would learn nothing; use gate=full")
+        self.mode, self.gate, self.bias_rate = moe.mode, moe.gate, moe.bias_rate
+        here = torch.zeros(moe.experts, dtype=torch.bool)
+        here[list(resident)] = True
+        device = self.weight.device
+        self.register_buffer("here", here.to(device), persistent=False)
+        self.register_buffer("resident", torch.tensor(list(resident), device=device), persistent=False)
+        if self.bias_rate:
+            # Core's name and its care for fp32, not its update: that one wants another score function.
+            del self.expert_bias
+            self.register_buffer("expert_bias", torch.zeros(moe.experts, device=device))
+            self.register_buffer("bias_load", torch.zeros(moe.experts, dtype=torch.int64, device=device), persistent=False)
+        self.listeners: list[RoutingListener] = []
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Scores (s, b, E) -> gate probabilities and routing map over the slots, (s * b, slots).
+
+        Tokens of `padding_mask` (s, b) are routed and counted like all others, but have no part in the router's losses.
+        """
+        logits = logits.view(-1, self.config.num_moe_experts)
+        if self.mode == "mask":
+            logits = logits.masked_fill(~self.here, -torch.inf)
+        training = self.training and torch.is_grad_enabled()
+        valid = None if padding_mask is None else ~padding_mask.reshape(-1, 1)
+        if training:
+            logits = self._with_z_loss(logits, valid)
+        scores = logits.detach()
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        probs, chosen = topk_routing_with_score_function(
+            logits,
+            self.topk,
+            use_pre_softmax=self.config.moe_router_pre_softmax,
+            precomputed_indices=scores.topk(self.topk, dim=1).indices,
+        )
+        kept = chosen & self.here if self.mode == "skip" else None
+        if training:
+            self._count(chosen, kept)
+        if self.gate == "kept":
+            assert kept is not None
+            probs = _renormalised(logits, kept)
+        if training:
+            probs = self._with_aux_loss(probs, logits, chosen, valid)
+        return probs.index_select(1, self.resident), (chosen if kept is None else kept).index_select(1, self.resident)
+
+    def _with_z_loss(self, logits: Tensor, valid: Tensor | None) -> Tensor:
+        coefficient = self.config.moe_z_loss_coeff
+        if not coefficient:
+            return logits
+        squares = logits.logsumexp(-1, keepdim=True).square()
+        total = squares.sum() if valid is None else squares.masked_fill(~valid, 0.0).sum()
+        return MoEAuxLossAutoScaler.apply(logits, coefficient * total)
+
+    def _with_aux_loss(self, probs: Tensor, logits: Tensor, chosen: Tensor, valid: Tensor | None) -> Tensor:
+        coefficient = self.config.moe_aux_loss_coeff
+        if not coefficient:
+            return probs
+        shares = logits.softmax(-1, dtype=torch.float32)
+        if valid is not None:
+            chosen, shares = chosen & valid, shares.masked_fill(~valid, 0.0)
+        load = chosen.sum(0)
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(load, group=self.tp_cp_group)
+        # E * sum of (load / (k n)) * (shares / n) is the loss of n tokens, and it weighs n tokens: gradients are divided by their
+        # number in the end. n = 0 leaves zeros that still reach the router.
+        tokens = load.sum().clamp(min=1) / self.topk
+        loss = self.config.num_moe_experts * coefficient * (load * shares.sum(0)).sum() / (self.topk * tokens)
+        return MoEAuxLossAutoScaler.apply(probs, loss)
+
+    @torch.no_grad()
+    def _count(self, chosen: Tensor, kept: Tensor | None) -> None:
+        if not (self.bias_rate or self.listeners):
+            return
+        load = chosen.sum(0)
+        if self.bias_rate:
+            self.bias_load += load
+        for listener in self.listeners:
+            listener(int(self.layer_number or 0), load, kept, chosen.shape[0])
+
+    @torch.no_grad()
+    def follow_load(self, load: Tensor) -> None:
+        """Raise the selection bias of experts with less than the mean of `load` (E,) by `bias_rate`, lower that of those with more.
+
+        In mode mask absent experts cannot be chosen: they have no part in the mean and keep their bias.
+        """
+        load = load.to(torch.float32)
+        here = self.here if self.mode == "mask" else torch.ones_like(self.here)
+        self.expert_bias += self.bias_rate * torch.sign((load * here).sum() / here.sum() - load) * here
+
+
+def _renormalised(logits: Tensor, kept: Tensor) -> Tensor:
+    """Softmax over the kept experts of each token, 0 elsewhere; (tokens, E)."""
+    # A token without any kept expert would be a softmax over nothing: NaN, also in its gradient. It takes finite logits instead.
+    empty = ~kept.any(-1, keepdim=True)
+    return logits.masked_fill(~kept & ~empty, -torch.inf).softmax(-1) * kept
+
+
+def update_biases(modules: Iterable[nn.Module], group: dist.ProcessGroup, *, apply: bool) -> None:
+    """After a step, let the selection biases of the routers in `modules` follow the load since the last call (collective).
+
+    `group`: the ranks that share these routers. Without `apply` (a step that was skipped) the load is dropped.
+    """
+    routers = [router for module in modules for router in module.modules() if isinstance(router, SiteRouter) and router.bias_rate]
+    if not routers:
+        return
+    if apply:
+        loads = torch.stack([router.bias_load for router in routers])
+        dist.all_reduce(loads, group=group)
+        for router, load in zip(routers, loads.unbind(), strict=True):
+            router.follow_load(load)
+    for router in routers:
+        router.bias_load.zero_()
+
+
+class _KeptAllToAll(MoEAlltoAllTokenDispatcher):
+    """Core's all-to-all, which counts on `top_k` assignments for each token unless it drops some itself."""
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        counts: Tensor = super().preprocess(routing_map)
+        self.num_out_tokens = routing_map.sum()
+        self._maybe_update_cuda_sync_point("before_permutation_1")
+        return counts
+
+
+class SiteMoELayer(MoELayer):
+    """Core's layer for the experts of a site: it has `len(resident)` of the router's `moe.experts`.
+
+    `resident` lists the global numbers of the experts here, the same on all expert-parallel ranks: slot i of rank r is
+    resident[r * local + i]. `trained` lists those of them that learn, in mode frozen. Raises ValueError on lists that do not fit
+    the mode or the ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        *args: Any,
+        moe: MoeConfig,
+        resident: Sequence[int],
+        trained: Sequence[int],
+        pg_collection: Any,
+        **kwargs: Any,
+    ) -> None:
+        if len(resident) % pg_collection.ep.size():
+            raise ValueError(
+                f"resident={list(resident)}: {pg_collection.ep.size()} expert-parallel ranks must share {len(resident)} experts evenly; "
+                "use another number of either"
+            )
+        config = copy.copy(config)
+        config.num_moe_experts = len(resident)
+        super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
+        if moe.mode == "skip" and config.moe_token_dispatcher_type == "alltoall":
+            self.token_dispatcher = _KeptAllToAll(
+                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+            )
+        if moe.mode == "frozen":
+            self.experts.freeze_others(trained)
 
 
 class GroupedSwiGLUExperts(MegatronModule):
@@ -36,6 +231,8 @@ class GroupedSwiGLUExperts(MegatronModule):
 
     global_experts: tuple[int, ...]
     """Global number of each local expert."""
+    trainable: Tensor | None
+    """Which of the local experts learn, (local experts,) bool; None: all."""
 
     def __init__(
         self,
@@ -66,8 +263,16 @@ class GroupedSwiGLUExperts(MegatronModule):
             weight.allreduce = not own_group  # type: ignore[attr-defined]
             # "Parallel" although ETP is 1, as core's own experts say it: the gradient norm must count them on every rank.
             set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=dim, stride=1)
+        self.register_buffer("trainable", None, persistent=False)
         if config.perform_initialization:
             self.reset_parameters()
+
+    def freeze_others(self, trained: Sequence[int]) -> None:
+        """Give zero gradients to the experts that are not among `trained`, by global number.
+
+        An optimiser with weight decay or momentum moves them all the same: whoever steps it must hold them.
+        """
+        self.trainable = torch.tensor([expert in trained for expert in self.global_experts], device=self.w_in.device)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -85,26 +290,55 @@ class GroupedSwiGLUExperts(MegatronModule):
 
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor) -> tuple[Tensor, None]:
         """(T, H) tokens sorted by local expert, (local experts,) counts and (T,) gate probabilities -> ((T, H), no bias)."""
-        return grouped_experts(permuted_local_hidden_states, tokens_per_expert, self.w_in, self.w_out, permuted_probs), None
+        w_in, w_out = self.w_in, self.w_out
+        if self.trainable is not None:
+            w_in, w_out = FreezeRows.apply(w_in, self.trainable), FreezeRows.apply(w_out, self.trainable)
+        return grouped_experts(permuted_local_hidden_states, tokens_per_expert, w_in, w_out, permuted_probs), None
 
     def backward_dw(self) -> None:
         """Core calls this only with delayed weight gradients, which the constructor refuses."""
         raise RuntimeError("GroupedSwiGLUExperts computes weight gradients in its backward pass; nothing is delayed")
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
-        """Both weights as slices of one tensor over all experts of the layer, so that a checkpoint loads at any EP."""
-        if (metadata or {}).get("singleton_local_shards", False):
-            raise ValueError("singleton_local_shards=True: experts are saved as one tensor a layer; use singleton_local_shards=False")
-        axis = len(sharded_offsets)
-        slices = (axis, self.ep_group.rank(), self.ep_group.size())
+        """Each expert whole under a key of its own, `<prefix><global number>.w_in` and `.w_out`.
+
+        A checkpoint then loads wherever its experts are held: at any EP, and by a site that holds some of them.
+        """
         # (PP, TP, DP) as core writes it: the only copies of an expert are those of its data-parallel group.
         replica = (0, 0, self.expt_dp_group.rank())
+        by_expert = _ByExpert(self.global_experts, sharded_offsets)
         return {
-            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
-                f"{prefix}{name}", weight, *sharded_offsets, slices, replica_id=replica, prepend_axis_num=axis
-            )
+            f"{prefix}{name}": ShardedTensorFactory(f"{prefix}{name}", weight, by_expert.split, by_expert.join, replica)
             for name, weight in (("w_in", self.w_in), ("w_out", self.w_out))
         }
+
+
+class _ByExpert:
+    """Stacked experts as tensors under keys of their own; serves weights and what an optimiser keeps for each of them."""
+
+    def __init__(self, experts: tuple[int, ...], offsets: tuple) -> None:
+        self._experts, self._offsets = experts, offsets
+
+    def split(self, key: str, stacked: Tensor, replica: ReplicaId, _range: slice | None) -> dict[str, ShardedTensor]:
+        head, _, name = key.rpartition(".")
+        axes = len(self._offsets)
+        return {
+            str(expert): ShardedTensor.from_rank_offsets(
+                f"{head}.{expert}.{name}", row, *self._offsets, replica_id=replica, prepend_axis_num=axes
+            )
+            for expert, row in zip(self._experts, stacked.detach().unbind(), strict=True)
+        }
+
+    def join(self, loaded: dict[str, Tensor]) -> Tensor:
+        rows = [loaded[str(expert)] for expert in self._experts]
+        first = rows[0]
+        size = first.numel() * first.element_size()
+        in_place = all(
+            row.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and row.data_ptr() == first.data_ptr() + i * size
+            for i, row in enumerate(rows)
+        )
+        # Rows are loaded into the slices of the stacked tensor that asked for them: it is that tensor again, not a copy.
+        return first.as_strided((len(rows), *first.shape), (first.numel(), *first.stride())) if in_place else torch.stack(rows)
 
 
 def _refuse(config: TransformerConfig, pg_collection: Any) -> None:
@@ -128,58 +362,23 @@ def _refuse(config: TransformerConfig, pg_collection: Any) -> None:
             raise ValueError(f"{key}={value}: {remedy}")
 
 
-def moe_layer_spec(config: MoeConfig) -> ModuleSpec:
-    """Spec of a Mixture-of-Experts MLP for a transformer layer: core's `MoELayer` and router with our experts.
+def moe_layer_spec(moe: MoeConfig, resident: Sequence[int] | None = None, trained: Sequence[int] | None = None) -> ModuleSpec:
+    """Spec of a Mixture-of-Experts MLP for a transformer layer: core's `MoELayer` with our router and experts.
 
-    A shared expert is built when `config.shared_width` is set; sizes and coefficients are read from core's TransformerConfig,
-    which must carry `moe_shared_expert_intermediate_size=config.shared_width` and `expert_tensor_parallel_size=1`.
+    `resident`: global numbers of the experts that the site has of this layer (None: all); `trained`: those that learn, in mode
+    frozen (None: all it has). A shared expert is built when `moe.shared_width` is set; sizes and coefficients are read from core's
+    TransformerConfig, which must carry `moe_shared_expert_intermediate_size=moe.shared_width` and `expert_tensor_parallel_size=1`.
     """
+    held = tuple(range(moe.experts)) if resident is None else tuple(resident)
     shared = None
-    if config.shared_width:
+    if moe.shared_width:
         shared = partial(SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedSwiGLUExperts, shared_experts=shared, router=TopKRouter))
-
-
-class ExpertLoad:
-    """Counts the tokens that the routers send to each expert, on the device and without waiting for it.
-
-        load = ExpertLoad(chunks, num_layers, num_experts)
-        ...a training step...
-        load.collect(group)            # {layer number: (E,) tokens}, since the last collect
-
-    Each assignment of a training forward pass counts once: evaluation does not count, nor does the first of the two forward
-    passes of a recomputed layer. Layers carry core's 1-based global numbers.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], num_layers: int, num_experts: int) -> None:
-        modules = list(modules)
-        device = next(parameter.device for module in modules for parameter in module.parameters())
-        self._counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
-        routers = [router for module in modules for router in module.modules() if isinstance(router, TopKRouter)]
-        self._handles = [router.register_forward_hook(self._count) for router in routers]
-
-    @torch.no_grad()
-    def _count(self, router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        probs, routing_map = output
-        # Core's checkpoint runs the first pass without gradients and the recomputation with them.
-        if router.training and probs.requires_grad:
-            assert isinstance(router.layer_number, int)
-            self._counts[router.layer_number - 1] += routing_map.sum(dim=0)
-
-    def collect(self, group: dist.ProcessGroup | None = None) -> dict[int, Tensor]:
-        """Counts of the layers that saw tokens, {layer: (E,) int64}, and start again at zero.
-
-        With `group` they are summed over it and cover the layers of all its ranks; every rank of it must call. The routers of
-        any two ranks see different tokens (tensor parallelism with experts needs sequence parallelism), so the group of all
-        ranks gives the totals. Without `group`, this rank's own. Waits for the device.
-        """
-        counts = self._counts.clone()
-        self._counts.zero_()
-        if group is not None:
-            dist.all_reduce(counts, group=group)
-        return {row + 1: counts[row] for row, total in enumerate(counts.sum(dim=1).tolist()) if total}
-
-    def close(self) -> None:
-        """Stop counting."""
-        for handle in self._handles:
-            handle.remove()
+    return ModuleSpec(
+        module=SiteMoELayer,
+        params={"moe": moe, "resident": held, "trained": held if trained is None else tuple(trained)},
+        submodules=MoESubmodules(
+            experts=partial(GroupedSwiGLUExperts, resident=held),
+            shared_experts=shared,
+            router=partial(SiteRouter, moe=moe, resident=held),
+        ),
+    )

@@ -19,12 +19,12 @@ Dims: T tokens, E experts, H width, F inner width, k experts a token, n experts 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from .experts import grouped_experts
+from .experts import FreezeRows, grouped_experts
 
 Mode = Literal["full", "skip", "mask", "frozen"]
 Gate = Literal["full", "kept"]
@@ -128,7 +128,7 @@ class SkipMoE(nn.Module):
         else:
             slot = torch.arange(num_experts, device=x.device)
         if mode == "frozen":
-            w_in, w_out = _FreezeRows.apply(w_in, here), _FreezeRows.apply(w_out, here)
+            w_in, w_out = FreezeRows.apply(w_in, here), FreezeRows.apply(w_out, here)
         return _compute(x, slot[chosen], keep, gates, w_in, w_out), stats
 
 
@@ -172,21 +172,15 @@ def _stats(logits: Tensor, chosen: Tensor, keep: Tensor) -> SkipStats:
     )
 
 
-class _FreezeRows(torch.autograd.Function):
-    """Identity whose gradient is zero in the rows that are not `trainable` (n,)."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, trainable: Tensor) -> Tensor:
-        ctx.save_for_backward(trainable)
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (trainable,) = ctx.saved_tensors
-        return grad * trainable.view(-1, *([1] * (grad.dim() - 1))), None
-
-
 def _check(resident: Sequence[int], mode: str, gate: str, num_experts: int, top_k: int, held: int) -> None:
+    check_residents(resident, mode, gate, num_experts, top_k)
+    wanted = len(resident) if mode in ("skip", "mask") else num_experts
+    if held != wanted:
+        raise ValueError(f"experts: {held} are stacked, mode={mode} computes {wanted}; stack one slot for each")
+
+
+def check_residents(resident: Sequence[int], mode: str, gate: str, num_experts: int, top_k: int) -> None:
+    """Raise ValueError on an unknown mode or gate, a gate without effect, or residents that the mode cannot work with."""
     if mode not in ("full", "skip", "mask", "frozen"):
         raise ValueError(f"mode={mode}: must be full, skip, mask or frozen; choose one")
     if gate not in ("full", "kept"):
@@ -199,6 +193,3 @@ def _check(resident: Sequence[int], mode: str, gate: str, num_experts: int, top_
         raise ValueError(f"resident={list(resident)}: mode=full needs all {num_experts} experts; use mode=skip")
     if mode == "mask" and len(resident) < top_k:
         raise ValueError(f"resident={list(resident)}: mode=mask needs at least top_k={top_k} experts; hold more or use mode=skip")
-    wanted = len(resident) if mode in ("skip", "mask") else num_experts
-    if held != wanted:
-        raise ValueError(f"experts: {held} are stacked, mode={mode} computes {wanted}; stack one slot for each")

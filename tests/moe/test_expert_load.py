@@ -21,7 +21,7 @@ def layers() -> ModuleType:
 
 
 def counts() -> tuple[dict, dict, dict]:
-    from moe.megatron import ExpertLoad
+    from moe.load import ExpertLoad
 
     jobs = layers()
     layer = jobs.build(layer_number=2)
@@ -46,7 +46,7 @@ def counts() -> tuple[dict, dict, dict]:
 def recomputed() -> dict:
     from megatron.core import tensor_parallel
 
-    from moe.megatron import ExpertLoad
+    from moe.load import ExpertLoad
 
     jobs = layers()
     layer = jobs.build()
@@ -59,7 +59,7 @@ def recomputed() -> dict:
 
 
 def over_ranks() -> tuple[dict, dict]:
-    from moe.megatron import ExpertLoad
+    from moe.load import ExpertLoad
 
     jobs = layers()
     layer = jobs.build(ep=2, layer_number=1 + dist.get_rank())
@@ -72,16 +72,17 @@ def over_ranks() -> tuple[dict, dict]:
 def test_counts_training_assignments_since_the_last_collect(ranks: RankPools) -> None:
     twice, nothing, once = ranks(1).run(counts)[0]
     assert twice.keys() == {2} and nothing == {}
-    assert torch.equal(twice[2], 2 * once[2])
+    assert torch.equal(twice[2].load, 2 * once[2]) and twice[2].tokens == 24
+    assert (twice[2].kept, twice[2].skipped, twice[2].none_resident) == (48, 0, 0)
 
 
 def test_a_recomputed_layer_counts_once(ranks: RankPools) -> None:
     (total,) = ranks(1).run(recomputed)
-    assert int(total[1].sum()) == 2 * 12
+    assert int(total[1].load.sum()) == 2 * 12
 
 
 def test_a_group_sees_the_layers_of_all_its_ranks(ranks: RankPools) -> None:
     (first, empty), (second, _) = ranks(2).run(over_ranks)
     assert first.keys() == {1, 2} and empty == {}
     for layer, count in first.items():
-        assert torch.equal(count, second[layer]) and int(count.sum()) == 2 * 12
+        assert torch.equal(count.load, second[layer].load) and int(count.load.sum()) == 2 * 12

@@ -22,13 +22,14 @@ from s2.megatron import S2CoreAttention
 from train.config.check import attention_pattern
 from train.config.schema import Config
 from train.engine.norm import RMSNorm
+from train.federation.residency import resident_experts, trained_experts
 
 
 def _mlp() -> Any:
     return functools.partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
 
 
-def _layer(config: Config, is_moe: bool) -> ModuleSpec:
+def _layer(config: Config, number: int, is_moe: bool) -> ModuleSpec:
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -43,7 +44,7 @@ def _layer(config: Config, is_moe: bool) -> ModuleSpec:
     if is_moe:
         from moe.megatron import moe_layer_spec
 
-        mlp = moe_layer_spec(config.moe)
+        mlp = moe_layer_spec(config.moe, resident_experts(config, number), trained_experts(config, number))
     else:
         mlp = _mlp()
     return ModuleSpec(
@@ -64,5 +65,5 @@ def block_spec(config: Config, core: Any, vp_stage: int | None, pp_rank: int) ->
     first = get_transformer_layer_offset(core, vp_stage, pp_rank)
     count = get_num_layers_to_build(core, vp_stage, pp_rank)
     moe = set(config.moe.blocks(config.model.layers))
-    layers: Sequence[ModuleSpec] = [_layer(config, number in moe) for number in range(first, first + count)]
+    layers: Sequence[ModuleSpec] = [_layer(config, number, number in moe) for number in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=list(layers), layer_norm=RMSNorm)

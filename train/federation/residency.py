@@ -34,3 +34,11 @@ def resident_experts(config: Config, layer: int, round: int = 0) -> tuple[int, .
     if plan is None or config.moe.mode == "frozen":
         return tuple(range(config.moe.experts))
     return plan.resident(config.federation.site or 0, layer, round)
+
+
+def trained_experts(config: Config, layer: int, round: int = 0) -> tuple[int, ...]:
+    """Global numbers of the experts of block `layer` that this run's site trains: those it has, in mode frozen only those it holds."""
+    plan = residency_plan(config)
+    if plan is None:
+        return tuple(range(config.moe.experts))
+    return plan.resident(config.federation.site or 0, layer, round)
