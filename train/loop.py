@@ -102,7 +102,7 @@ class Trainer:
     def _expert_load(self) -> Any:
         if not self.config.moe.experts:
             return None
-        from moe.megatron import ExpertLoad
+        from moe.load import ExpertLoad
 
         return ExpertLoad([checkpoint.unwrap(chunk) for chunk in self.chunks], self.config.model.layers, self.config.moe.experts)
 
@@ -218,8 +218,7 @@ class Trainer:
         if self.ranks.device.type == "cuda":
             figures["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if self.load is not None:
-            counts = self.load.collect(dist.group.WORLD)
-            figures["expert_load"] = {str(layer - 1): (n / n.sum()).tolist() for layer, n in counts.items()}
+            figures |= self.load.figures(dist.group.WORLD)
         return figures
 
     def _stop_if_hopeless(self, result: StepResult) -> None:
