@@ -23,6 +23,7 @@ from train.data.tokenizer import load_tokenizer
 from train.engine import checkpoint
 from train.engine.build import build_model, build_optimizer
 from train.engine.layout import ParallelLayout
+from train.engine.offload import exposed_seconds
 from train.engine.parallel import Ranks
 from train.engine.step import StepResult, evaluate, train_step
 from train.optim import learning_rate
@@ -213,6 +214,7 @@ class Trainer:
             "skipped_steps": self.progress.skipped,
             **({"failed_checkpoints": self.checkpoints.failures} if self.checkpoints.failures else {}),
             **self.meter.figures(tokens_per_second),
+            **exposed_seconds(self.optimizer),
             **self.clock.take(),
         }
         if self.ranks.device.type == "cuda":

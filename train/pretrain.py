@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from train.config.check_offload import prepare_offload
 from train.config.errors import ConfigError
 from train.config.publish import resolve
 from train.preemption import StopRequest
@@ -21,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
     stop.listen_early()
     try:
         resolved = resolve(argv)
+        prepare_offload(resolved.config.offload)
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
         return 2

@@ -31,6 +31,7 @@ CHOICES = {
     "attention.per": ("kv_head", "q_head"),
     "attention.backend": ("auto", "triton", "flex", "sdpa", "reference"),
     "offload.mode": ("none", "stream", "cpu_step", "auto"),
+    "offload.cpu_adam": ("torch", "deepspeed", "auto"),
     "optim.schedule": ("cosine", "wsd", "constant"),
     "tracking.kind": ("wandb", "tensorboard", "none"),
     "tracking.mode": ("offline", "online"),

@@ -6,6 +6,7 @@ from train.config.errors import ConfigError
 from train.config.schema import Config
 from train.engine.layout import ParallelLayout, processes_of_host
 from train.offload.config import OffloadConfig
+from train.offload.deepspeed import Unavailable, load, why_not
 from train.offload.machine import cores, gpu_bytes, host_bytes
 from train.offload.plan import choose
 
@@ -27,7 +28,35 @@ def check_offload(config: Config, layout: ParallelLayout) -> OffloadConfig:
     if offload.mode != "none" and not config.parallel.distributed_optimizer:
         rule = "offloaded states are those of the distributed optimiser, and parallel.distributed_optimizer=false"
         raise ConfigError("offload.mode", offload.mode, rule, "use parallel.distributed_optimizer=true, or offload=none")
+    if not offload.prefetch and offload.mode not in ("stream", "auto"):
+        rule = f"only offload=stream brings states ahead of the step, and offload.mode={offload.mode}"
+        raise ConfigError("offload.prefetch", False, rule, "leave it out, or use offload=stream")
+    _check_cpu_adam(offload)
     return _resolved(config, layout) if offload.mode == "auto" else offload
+
+
+def _check_cpu_adam(offload: OffloadConfig) -> None:
+    if offload.cpu_adam == "torch":
+        return
+    if offload.mode not in ("cpu_step", "auto"):
+        rule = f"only offload=cpu_step updates on the host, and offload.mode={offload.mode}"
+        raise ConfigError("offload.cpu_adam", offload.cpu_adam, rule, "leave it out, or use offload=cpu_step")
+    reason = why_not() if offload.cpu_adam == "deepspeed" else None
+    if reason is not None:
+        raise ConfigError("offload.cpu_adam", "deepspeed", reason, "mend that, or use offload.cpu_adam=torch")
+
+
+def prepare_offload(offload: OffloadConfig) -> None:
+    """Have DeepSpeed's Adam built where a checked `offload` insists on it: minutes on first use. Raises ConfigError when it cannot be.
+
+    In a rank's process, before anything else is expensive.
+    """
+    if offload.mode != "cpu_step" or offload.cpu_adam != "deepspeed":
+        return
+    try:
+        load()
+    except Unavailable as reason:
+        raise ConfigError("offload.cpu_adam", "deepspeed", str(reason), "mend that, or use offload.cpu_adam=torch") from reason
 
 
 def _resolved(config: Config, layout: ParallelLayout) -> OffloadConfig:

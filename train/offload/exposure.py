@@ -45,25 +45,26 @@ class Exposure:
     def end(self) -> None:
         """All updates of the step are on their way."""
         self._steps.append((self._began, self._mark(), self._busy))
-        while self._steps and _happened(self._steps[0][1]):
-            self._settle()
+        self._settle_ended()
 
-    def take(self) -> float | None:
-        """Mean seconds of the steps since the last call, None when there was none; on a GPU the host waits for the last one's end."""
-        for _, end, _ in self._steps:
-            if not isinstance(end, float):
-                end.synchronize()
-        while self._steps:
-            self._settle()
+    def take(self, wait: bool = False) -> float | None:
+        """Mean seconds of the steps since the last call, None when there was none.
+
+        On a GPU a step counts once the device has ended it; with `wait` the host waits for the last one.
+        """
+        if wait and self._steps and not isinstance(self._steps[-1][1], float):
+            self._steps[-1][1].synchronize()
+        self._settle_ended()
         mean = self._seconds / self._count if self._count else None
         self._seconds, self._count = 0.0, 0
         return mean
 
-    def _settle(self) -> None:
-        start, end, busy = self._steps.pop(0)
-        # Events are as coarse as half a microsecond: many short ones may add up to a little more than the whole.
-        self._seconds += max(0.0, _seconds(start, end) - sum(_seconds(first, last) for first, last in busy))
-        self._count += 1
+    def _settle_ended(self) -> None:
+        while self._steps and _happened(self._steps[0][1]):
+            start, end, busy = self._steps.pop(0)
+            # Events are as coarse as half a microsecond: many short ones may add up to a little more than the whole.
+            self._seconds += max(0.0, _seconds(start, end) - sum(_seconds(first, last) for first, last in busy))
+            self._count += 1
 
 
 def _happened(mark: Mark) -> bool:
