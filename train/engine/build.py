@@ -13,6 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from train.config.schema import Config
 from train.engine.core_config import transformer_config
 from train.engine.init import initialize
+from train.engine.layout import ParallelLayout
 from train.engine.model import LanguageModel
 from train.engine.offload import offload, own_masters
 from train.engine.parallel import Ranks
@@ -90,7 +91,8 @@ def build_optimizer(config: Config, ranks: Ranks, chunks: list[Any]) -> Any:
         own_masters(settings)
     optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=ranks.device.type == "cuda")
     if offloaded:
-        offload(optimizer, config.offload.mode, config.offload.fraction, _threads_of_a_rank())
+        micro_batches = ParallelLayout.build(config, ranks.world).micro_batches(config)
+        offload(optimizer, config.offload, _threads_of_a_rank(), micro_batches)
         return optimizer
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:
