@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cost import Sizes, comm_bytes
-    from .exchange import Exchange, GlooExchange, Hub, ThreadExchange
+    from .exchange import Exchange, GlooExchange, Hub, MeetingExchange, ThreadExchange
     from .experts import grouped_experts
-    from .outer import Named, OuterReport, OuterStep
+    from .membership import Meeting, Membership, NoMeeting
+    from .outer import OuterStep
+    from .outer_flight import RoundFailed
+    from .outer_names import Named
+    from .outer_report import CatchUp, HandOver, OuterReport
     from .residency import ResidencyPlan
     from .skip import Router, SkipMoE, SkipStats, StackedExperts
 
@@ -21,11 +25,18 @@ _HOME = {
     "Exchange": "exchange",
     "GlooExchange": "exchange",
     "Hub": "exchange",
+    "MeetingExchange": "exchange",
     "ThreadExchange": "exchange",
     "grouped_experts": "experts",
-    "Named": "outer",
-    "OuterReport": "outer",
+    "Meeting": "membership",
+    "Membership": "membership",
+    "NoMeeting": "membership",
+    "CatchUp": "outer_report",
+    "HandOver": "outer_report",
+    "OuterReport": "outer_report",
     "OuterStep": "outer",
+    "RoundFailed": "outer_flight",
+    "Named": "outer_names",
     "ResidencyPlan": "residency",
     "Router": "skip",
     "SkipMoE": "skip",
@@ -34,13 +45,20 @@ _HOME = {
 }
 
 __all__ = [
+    "CatchUp",
     "Exchange",
     "GlooExchange",
+    "HandOver",
     "Hub",
+    "Meeting",
+    "MeetingExchange",
+    "Membership",
     "Named",
+    "NoMeeting",
     "OuterReport",
     "OuterStep",
     "ResidencyPlan",
+    "RoundFailed",
     "Router",
     "Sizes",
     "SkipMoE",

@@ -2,25 +2,51 @@
 
 A sum is taken in site order: each site owns a part of the tensors, gets that part from the others, adds the parts up in the order
 of the site numbers, and hands the sum back. The result does not depend on how tensors are put into buckets, and all sites end
-with the same bits. A site sends 2 (n - 1)/n of the bytes of what n sites sum, which is the least possible.
+with the same bits. A site sends 2 (n - 1)/n of the bytes of what n sites sum, which is the least possible. No more than a bucket
+is staged: packing, encoding and the copies of the other sites take a few times its size, whatever the size of the model.
+
+| transfer | bytes an element | rounding |
+|---|---|---|
+| fp32 | 4 | none |
+| bf16 | 2 | every site's part and the sum, to 8 bits |
+| int8 | 1 + 4/256 | the same, to 1/254 of the largest magnitude among up to 256 neighbours of one tensor |
+
+Additions are in fp32 in every case. How values are rounded depends on a tensor alone, not on its neighbours or on buckets.
 """
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_BUCKET = 16 * 2**20  # elements in flight at once
+if TYPE_CHECKING:
+    from .membership import Meeting
+
+Transfer = Literal["fp32", "bf16", "int8"]
+TRANSFERS = ("fp32", "bf16", "int8")
+
+_BUCKET = 2**20  # elements in flight at once: a small bucket lets a lost peer be noticed early
+_CHUNK = 256  # neighbours that share a scale in int8
+_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 class Exchange(Protocol):
-    """Sums between the sites of a federation, seen from one of them."""
+    """Sums and copies between the sites of a federation, seen from one of them."""
 
     site: int
     """This site's number."""
+    bytes_sent: int
+    """Bytes this site put on the wire."""
+    bytes_received: int
+    """Bytes that came from the wire."""
+    payload_bytes: int
+    """Bytes handed over and got back in the transfer's type, 2 b P for a sum, b P for a copy: what `comm_bytes` calls payload."""
 
     def sum(self, group: tuple[int, ...], tensors: list[Tensor], *, exact: bool = False) -> None:
         """Replace each tensor by its sum over the sites of `group`, in place, added in site order.
@@ -30,60 +56,192 @@ class Exchange(Protocol):
         """
         ...
 
+    def copy(self, source: int, group: tuple[int, ...], tensors: list[Tensor]) -> None:
+        """Overwrite the tensors of the other sites of `group` by those of `source`, bit for bit; terms as for `sum`."""
+        ...
 
-class GlooExchange:
-    """Sites as ranks of a gloo process group; site number = rank in it. `bytes_sent` counts what this site put on the wire.
 
-    `transfer` is the type on the wire: `fp32`, or `bf16`, which halves the bytes and rounds every site's part and the sum (the
-    addition itself is in fp32). Sites of one group always agree on the result to the bit.
-    """
+class _Counted:
+    """Site number and byte counters."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, transfer: str = "fp32", bucket: int = _BUCKET) -> None:
-        if transfer not in ("fp32", "bf16"):
-            raise ValueError(f"transfer={transfer}: must be fp32 or bf16; choose one")
+    def __init__(self, site: int) -> None:
+        self.site = site
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.payload_bytes = 0
+
+
+class PairwiseExchange(_Counted):
+    """An exchange by messages between pairs of sites; a subclass says how a message travels."""
+
+    def __init__(self, site: int, transfer: str, bucket: int) -> None:
+        if transfer not in TRANSFERS:
+            raise ValueError(f"transfer={transfer}: must be fp32, bf16 or int8; choose one")
         if bucket < 1:
             raise ValueError(f"bucket={bucket}: a bucket holds at least one element; give 1 or more")
-        self.site = dist.get_rank(group)
-        self.bytes_sent = 0
-        self._group = group
-        self._dtype = torch.float32 if transfer == "fp32" else torch.bfloat16
+        super().__init__(site)
+        self.transfer = transfer
         self._bucket = bucket
 
     def sum(self, group: tuple[int, ...], tensors: list[Tensor], *, exact: bool = False) -> None:
         """See `Exchange.sum`."""
         _check(self.site, group, tensors)
-        if len(group) == 1 or not tensors:
+        if len(group) == 1:
             return
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        for bucket in flat.split(self._bucket):
-            self._sum_bucket(group, bucket, torch.float32 if exact else self._dtype)
-        _scatter(flat, tensors)
+        transfer = "fp32" if exact else self.transfer
+        with _contiguous(tensors) as dense:
+            for views in _buckets(dense, self._bucket, _CHUNK if transfer == "int8" else 1):
+                self._sum_bucket(group, views, transfer)
 
-    def _sum_bucket(self, group: tuple[int, ...], bucket: Tensor, dtype: torch.dtype) -> None:
+    def copy(self, source: int, group: tuple[int, ...], tensors: list[Tensor]) -> None:
+        """See `Exchange.copy`."""
+        _check(self.site, group, tensors)
+        _check_source(source, group)
+        if len(group) == 1:
+            return
+        with _contiguous(tensors) as dense:
+            for views in _buckets(dense, self._bucket, 1):
+                flat = torch.cat(views)
+                raw = flat.view(torch.uint8)
+                self.payload_bytes += raw.numel()
+                if self.site == source:
+                    self._swap([(site, raw) for site in group if site != source], [])
+                else:
+                    self._swap([], [(source, raw)])
+                    _unpack(flat, views)
+
+    def _sum_bucket(self, group: tuple[int, ...], views: list[Tensor], transfer: str) -> None:
         mine = group.index(self.site)
-        parts = [part.to(dtype) for part in bucket.tensor_split(len(group))]
-        arrived = [torch.empty_like(parts[mine]) for _ in group]
-        arrived[mine] = parts[mine]
-        self._swap(group, send=parts, receive=arrived)
-        # Rounded like the copies that travel, so that the owner of a part does not see another sum than the rest.
-        parts[mine] = _ordered_sum(arrived).to(dtype)
-        self._swap(group, send=[parts[mine]] * len(group), receive=parts)
-        bucket.copy_(torch.cat(parts))
+        flat = torch.cat(views)
+        self.payload_bytes += 2 * flat.numel() * _BYTES[transfer]
+        chunks = _chunks(views, len(group), transfer)
+        parts = flat.split([sum(lengths) for lengths in chunks])
+        out = [_encode(part, lengths, transfer) for part, lengths in zip(parts, chunks, strict=True)]
+        arrived = [torch.empty_like(out[mine]) for _ in group]
+        # Its own part is rounded like those that travel: else the sum would depend on who owns the part, and so on the buckets.
+        arrived[mine] = out[mine]
+        self._swap(list(zip(group, out, strict=True)), list(zip(group, arrived, strict=True)))
+        total = _decode(arrived[0], chunks[mine], transfer)
+        for raw in arrived[1:]:
+            total += _decode(raw, chunks[mine], transfer)
+        out[mine] = _encode(total, chunks[mine], transfer)
+        self._swap([(site, out[mine]) for site in group], list(zip(group, out, strict=True)))
+        for part, raw, lengths in zip(parts, out, chunks, strict=True):
+            part.copy_(_decode(raw, lengths, transfer))
+        _unpack(flat, views)
 
-    def _swap(self, group: tuple[int, ...], send: Sequence[Tensor], receive: Sequence[Tensor]) -> None:
-        """Send `send[i]` to site group[i] and fill `receive[i]` from it; empty parts do not travel."""
+    def _swap(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
+        """Send bytes to sites and fill buffers from sites, all at once; nothing goes to this site, and empty parts do not travel."""
         work = []
-        for site, outgoing, incoming in zip(group, send, receive, strict=True):
-            if site == self.site:
-                continue
-            if outgoing.numel():
-                work.append(dist.isend(outgoing, group=self._group, group_dst=site))
-                self.bytes_sent += outgoing.numel() * outgoing.element_size()
-            if incoming.numel():
-                work.append(dist.irecv(incoming, group=self._group, group_src=site))
+        for site, raw in outgoing:
+            if site != self.site and raw.numel():
+                work.append(self._send(site, raw))
+                self.bytes_sent += raw.numel()
+        for site, raw in incoming:
+            if site != self.site and raw.numel():
+                work.append(self._receive(site, raw))
+                self.bytes_received += raw.numel()
         for item in work:
-            if item is not None:
-                item.wait()
+            self._wait(item)
+
+    def _send(self, site: int, raw: Tensor) -> Any:
+        raise NotImplementedError
+
+    def _receive(self, site: int, raw: Tensor) -> Any:
+        raise NotImplementedError
+
+    def _wait(self, work: Any) -> None:
+        work.wait()
+
+
+class GlooExchange(PairwiseExchange):
+    """Sites as ranks of a gloo process group of a fixed world; site number = rank in it.
+
+    For a federation that loses and regains sites see `MeetingExchange`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, transfer: str = "fp32", bucket: int = _BUCKET) -> None:
+        super().__init__(dist.get_rank(group), transfer, bucket)
+        self._group = group
+
+    def _send(self, site: int, raw: Tensor) -> Any:
+        return dist.isend(raw, group=self._group, group_dst=site)
+
+    def _receive(self, site: int, raw: Tensor) -> Any:
+        return dist.irecv(raw, group=self._group, group_src=site)
+
+
+class MeetingExchange(PairwiseExchange):
+    """Sites of a `Meeting` over torchft's reconfigurable gloo process group, one for each coordinate of a site.
+
+    A coordinate is a tensor- and pipeline-parallel one: `coordinate` (any text) keeps the groups of different ones apart. Every
+    member calls `use(meeting)` before the round's first sum; connections are kept from meeting to meeting while the same sites come
+    and no round fails. A peer that is lost makes the call fail with RuntimeError within `limit` seconds without a byte from it.
+    Traffic is in the clear.
+    """
+
+    def __init__(
+        self,
+        site: int,
+        coordinate: str = "0",
+        *,
+        transfer: str = "fp32",
+        bucket: int = _BUCKET,
+        limit: float = 10.0,
+        address: str = "127.0.0.1",
+    ) -> None:
+        """`address` is this host's address that connections are bound to; `Membership.address` is the one that reaches the endpoint."""
+        super().__init__(site, transfer, bucket)
+        if limit <= 0:
+            raise ValueError(f"limit={limit}: seconds a peer may keep silent; give more than 0")
+        self._coordinate = coordinate
+        self._limit = timedelta(seconds=limit)
+        self._address = address
+        self._pg: Any = None
+        self._name = ""
+        self._ranks: Mapping[int, int] = {}
+
+    def use(self, meeting: "Meeting") -> None:
+        """Be connected with the members of `meeting`. Raises RuntimeError when one of them does not answer within the limit."""
+        if self.site not in meeting.members:
+            raise ValueError(f"site={self.site}: is no member of the meeting of {list(meeting.members)}; call with its own meeting")
+        if self._pg is not None and self._name == meeting.group:
+            return
+        self.close()
+        self._ranks = {site: rank for rank, site in enumerate(meeting.members)}
+        if len(meeting.members) > 1:
+            from .gloo import reconfigurable_group
+
+            pg = reconfigurable_group(self._address, self._limit)
+            prefix = f"{meeting.store}/{meeting.group}/{self._coordinate}"
+            pg.configure(prefix, str(self.site), self._ranks[self.site], len(meeting.members))
+            self._pg = pg
+        self._name = meeting.group
+
+    def close(self) -> None:
+        """Drop the connections; peers that wait for this site then fail at once."""
+        pg, self._pg, self._name, self._ranks = self._pg, None, "", {}
+        if pg is not None:
+            pg.abort(errored=False)
+
+    def _swap(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
+        if self._pg is None:
+            raise RuntimeError("exchange: not connected; call use() with the meeting first")
+        try:
+            super()._swap(outgoing, incoming)
+        except Exception:
+            # Messages of the failed call may still be under way: the connections cannot be used again.
+            self.close()
+            raise
+
+    def _send(self, site: int, raw: Tensor) -> Any:
+        return self._pg.send([raw], self._ranks[site], 0)
+
+    def _receive(self, site: int, raw: Tensor) -> Any:
+        return self._pg.recv([raw], self._ranks[site], 0)
+
+    def _wait(self, work: Any) -> None:
+        work.wait(self._limit)
 
 
 class Hub:
@@ -104,33 +262,43 @@ class Hub:
             raise ValueError(f"site={site}: the hub has {self.sites}; give a number from 0 to {self.sites - 1}")
         return ThreadExchange(self, site)
 
-    def meet(self, group: tuple[int, ...], site: int, tensors: list[Tensor]) -> list[Tensor]:
-        """Wait for all of `group`; returns the sums. Raises threading.BrokenBarrierError when one does not come in time."""
+    def meet(self, group: tuple[int, ...], site: int, tensors: list[Tensor], source: int | None = None) -> list[Tensor]:
+        """Wait for all of `group`; returns the sums, or `source`'s tensors. Raises threading.BrokenBarrierError when one does not come."""
         with self._lock:
             barrier = self._barriers.setdefault(group, threading.Barrier(len(group)))
             self._parts.setdefault(group, {})[site] = tensors
         barrier.wait(self.timeout)
         parts = self._parts[group]
-        sums = [_ordered_sum(copies) for copies in zip(*(parts[member] for member in group), strict=True)]
+        givers = group if source is None else (source,)
+        results = [_ordered_sum(copies) for copies in zip(*(parts[member] for member in givers), strict=True)]
         # Nobody may write its tensors before everybody has read them.
         barrier.wait(self.timeout)
-        return sums
+        return results
 
 
-class ThreadExchange:
-    """A site as a thread of this process, for benchmarks and tests; see `Hub`."""
+class ThreadExchange(_Counted):
+    """A site as a thread of this process, for benchmarks and tests; see `Hub`. Nothing is rounded, and no byte is on a wire."""
 
     def __init__(self, hub: Hub, site: int) -> None:
-        self.site = site
+        super().__init__(site)
         self._hub = hub
 
     def sum(self, group: tuple[int, ...], tensors: list[Tensor], *, exact: bool = False) -> None:
-        """See `Exchange.sum`; nothing is rounded on the way here."""
+        """See `Exchange.sum`."""
+        self._meet(group, tensors, None)
+
+    def copy(self, source: int, group: tuple[int, ...], tensors: list[Tensor]) -> None:
+        """See `Exchange.copy`."""
+        _check_source(source, group)
+        self._meet(group, tensors, source)
+
+    def _meet(self, group: tuple[int, ...], tensors: list[Tensor], source: int | None) -> None:
         _check(self.site, group, tensors)
         if len(group) == 1 or not tensors:
             return
-        for tensor, total in zip(tensors, self._hub.meet(group, self.site, tensors), strict=True):
-            tensor.copy_(total)
+        self.payload_bytes += (2 if source is None else 1) * 4 * sum(tensor.numel() for tensor in tensors)
+        for tensor, result in zip(tensors, self._hub.meet(group, self.site, tensors, source), strict=True):
+            tensor.copy_(result)
 
 
 def _ordered_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -141,9 +309,80 @@ def _ordered_sum(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+def _buckets(tensors: Sequence[Tensor], size: int, grain: int) -> Iterator[list[Tensor]]:
+    """The elements of contiguous `tensors` in order, as lists of one-dim views of `size` elements or a few less.
+
+    A tensor is cut only at multiples of `grain`; where `size` is below it a bucket is one grain.
+    """
+    views: list[Tensor] = []
+    room = size
+    for flat in (tensor.view(-1) for tensor in tensors):
+        start = 0
+        while start < flat.numel():
+            take = min(flat.numel() - start, room)
+            if start + take < flat.numel():
+                take -= take % grain
+            if take == 0 and not views:
+                take = min(grain, flat.numel() - start)
+            if take:
+                views.append(flat[start : start + take])
+                start, room = start + take, room - take
+            if take == 0 or room <= 0:
+                yield views
+                views, room = [], size
+    if views:
+        yield views
+
+
+def _chunks(views: Sequence[Tensor], sites: int, transfer: str) -> list[list[int]]:
+    """Each site's part of a bucket as the lengths of the runs of elements that are encoded together; the parts are about alike."""
+    if transfer != "int8":
+        elements = sum(view.numel() for view in views)
+        return [[elements // sites + (site < elements % sites)] for site in range(sites)]
+    lengths = [min(_CHUNK, view.numel() - start) for view in views for start in range(0, view.numel(), _CHUNK)]
+    cuts = [site * len(lengths) // sites for site in range(sites + 1)]
+    return [lengths[start:end] for start, end in pairwise(cuts)]
+
+
+def _encode(part: Tensor, lengths: Sequence[int], transfer: str) -> Tensor:
+    """fp32 elements (n,) as bytes: in int8 the scales of the runs come first."""
+    if transfer == "fp32":
+        return part.contiguous().view(torch.uint8)
+    if transfer == "bf16":
+        return part.to(torch.bfloat16).view(torch.uint8)
+    if not lengths:
+        return torch.empty(0, dtype=torch.uint8)
+    runs = torch.tensor(lengths)
+    scale = torch.segment_reduce(part.abs(), "max", lengths=runs) / 127
+    # A run of zeros has scale 0 and is sent as zeros.
+    steps = part / torch.where(scale == 0, 1.0, scale).repeat_interleave(runs)
+    return torch.cat([scale.view(torch.uint8), steps.round_().to(torch.int8).view(torch.uint8)])
+
+
+def _decode(raw: Tensor, lengths: Sequence[int], transfer: str) -> Tensor:
+    """The elements of `_encode`, in fp32; a new tensor."""
+    if transfer == "fp32":
+        return raw.view(torch.float32).clone()
+    if transfer == "bf16":
+        return raw.view(torch.bfloat16).to(torch.float32)
+    split = 4 * len(lengths)
+    scale, steps = raw[:split].view(torch.float32), raw[split:].view(torch.int8)
+    return steps.to(torch.float32).mul_(scale.repeat_interleave(torch.tensor(lengths, dtype=torch.long)))
+
+
+def _unpack(flat: Tensor, views: Sequence[Tensor]) -> None:
+    for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
+        view.copy_(part)
+
+
+@contextmanager
+def _contiguous(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """`tensors` with contiguous copies for those that are not, which are written back."""
+    dense = [tensor.contiguous() for tensor in tensors]
+    yield dense
+    for tensor, copy in zip(tensors, dense, strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy)
 
 
 def _check(site: int, group: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
@@ -152,3 +391,8 @@ def _check(site: int, group: tuple[int, ...], tensors: Sequence[Tensor]) -> None
     for tensor in tensors:
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             raise ValueError(f"tensor of {tensor.dtype} on {tensor.device}: sites exchange fp32 on the host; convert it first")
+
+
+def _check_source(source: int, group: tuple[int, ...]) -> None:
+    if source not in group:
+        raise ValueError(f"source={source}: must be one of the group {group}; correct it")

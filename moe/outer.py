@@ -11,47 +11,32 @@ exactly as it is. Formulas and the choice of classes are this project's own.
     step = OuterStep({"head.weight": Named(weight, "dense"), ...}, plan, exchange, lr=0.7, momentum=0.9)
     for _ in range(sync_every): train()
     report = step.step()
+
+**Delayed.** `begin()` takes theta as it is and lets the sums travel in a thread while training goes on; `finish()` moves theta0 and
+puts theta <- theta0 + (theta now - theta at begin), so that what was learnt meanwhile is kept (our choice).
+
+**Sites that come and go.** A step takes the `members` of one meeting and lets only those that are `current` contribute; a member
+that is behind gets anchor and momentum of all it shares from the first current holder, and so has the others' weights after the
+step. What no current site holds stays: its first holder among the members counts as current for it. `commit` is asked after the
+tensors have arrived and before anything moves, so a failed round changes nothing, anywhere.
+
+Beside anchor and momentum (8 bytes a parameter) a step stages one fp32 tensor for each exchanged parameter until it is known that
+all arrived (4 bytes), a delayed one also theta at begin (4 bytes); the rest is bounded by the exchange's bucket.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .exchange import Exchange
+from .outer_flight import Flight, RoundFailed, decide, host_copy
+from .outer_names import Named, Sharing, partition
+from .outer_report import CatchUp, Commit, HandOver, OuterReport
+from .outer_rotation import changes, check_renamed, experts_in, pass_experts
 from .residency import ResidencyPlan
-
-Kind = Literal["dense", "expert", "router_row"]
-
-
-class Named(NamedTuple):
-    """A parameter that sites exchange. A plain tuple of the first four fields will do."""
-
-    tensor: Tensor
-    """What the inner optimiser steps from: the fp32 master where there is one. A view into a stacked weight is fine."""
-    kind: Kind
-    layer: int | None = None
-    """Layer of an expert or a router row."""
-    expert: int | None = None
-    """Global number of the expert, or of the row's expert."""
-    copies: Sequence[Tensor] = ()
-    """Further tensors of the same shape that must follow, such as the bf16 weight of a master."""
-
-
-@dataclass(frozen=True)
-class OuterReport:
-    """What an outer step did at this site."""
-
-    round: int
-    """Number of the round that ended, from 0."""
-    parameters: int
-    """Parameters exchanged with other sites."""
-    alone: int
-    """Parameters that this site alone holds among the members: updated without traffic."""
-    orphans: tuple[tuple[int, int], ...]
-    """(layer, expert) without a holder among the members: frozen until a holder is back."""
 
 
 class OuterStep:
@@ -63,115 +48,298 @@ class OuterStep:
     def __init__(
         self,
         named: Mapping[str, Named | tuple],
-        plan: ResidencyPlan,
+        plan: ResidencyPlan | None,
         exchange: Exchange,
         lr: float,
         momentum: float,
         nesterov: bool = True,
         *,
         router_rows: Literal["holders", "all"] = "holders",
+        fragments: int = 1,
+        sites: int | None = None,
+        residency_round: int = 0,
     ) -> None:
-        """Take the present weights as the anchor. Raises ValueError on arguments without sense or effect, and on names off the plan."""
+        """Take the present weights as the anchor. Raises ValueError on arguments without sense or effect, and on names off the plan.
+
+        `plan` may be None for a model without experts; `sites` then says how many there are. `fragments` parts take turns by
+        `step(fragment=p)`. `residency_round` is the round of a `rotating` plan that `named` is for, 0 in a new run.
+        """
+        if plan is not None and sites not in (None, plan.sites):
+            raise ValueError(f"sites={sites}: the plan has {plan.sites}; leave it out")
+        if plan is None and sites is None:
+            raise ValueError("sites: needed without a plan; give the number of sites")
+        self._sites = plan.sites if plan is not None else sites or 0
+        self.exchange = exchange
+        """Used by every call that is not given another."""
         self._plan = plan
-        self._exchange = exchange
         self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
-        self._all_rows = router_rows == "all"
-        self._named = {name: Named(*named[name]) for name in sorted(named)}
-        self.round = 0
+        self._fragments = fragments
         self._check(router_rows)
-        self._anchor = {name: _host(entry.tensor) for name, entry in self._named.items()}
+        self._sharing = Sharing(plan, exchange.site, router_rows == "all", residency_round)
+        self._named = {name: Named(*named[name]) for name in sorted(named)}
+        self._sharing.check(self._named)
+        self._part_of = partition(self._named, plan, fragments)
+        self.round = 0
+        """Outer steps done; with fragments, partial ones."""
+        self.line = ""
+        """Stands for the outer steps that led here: equal at sites with equal anchors. For `Meeting.current`."""
+        self._flight: Flight | None = None
+        self._anchor = {name: host_copy(entry.tensor) for name, entry in self._named.items()}
         self._velocity = {name: torch.zeros_like(anchor) for name, anchor in self._anchor.items()} if momentum else {}
 
-    @torch.no_grad()
-    def step(self, members: Sequence[int] | None = None, weights: Mapping[str, float] | None = None) -> OuterReport:
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step has begun and not finished."""
+        return self._flight is not None
+
+    @property
+    def residency_round(self) -> int:
+        """Round of the plan whose residency is in force, and for which parameters are named."""
+        return self._sharing.round
+
+    @property
+    def due(self) -> bool:
+        """Whether experts change hands before the next step: the plan's residency at `round` is not the one in force."""
+        return self._plan is not None and any(changes(self._plan, self.residency_round, self.round))
+
+    def step(
+        self,
+        members: Sequence[int] | None = None,
+        weights: Mapping[str, float] | None = None,
+        *,
+        fragment: int | None = None,
+        current: Sequence[int] | None = None,
+        exchange: Exchange | None = None,
+        commit: Commit | None = None,
+    ) -> OuterReport:
         """End a round: exchange, move the anchor, write it back.
 
-        `members` are the sites that take part, all by default; every member must give the same. `weights` gives this site's weight
-        of each parameter by name, such as the tokens it saw; without it sites count alike. Raises ValueError on members without
-        this site, on a name without a weight, and on negative weights.
+        `members` are the sites that take part, all by default, and `current` those of them that are up to date, all members by
+        default; every member must give the same, and the same `fragment` (one part of the names; None: all of them). `weights` gives
+        this site's weight of each parameter by name, such as the tokens it saw; without it sites count alike. `commit` is called once.
+        Raises ValueError on members without this site, on a name without a weight, and on negative weights; RoundFailed when the
+        exchange or the commit failed, which leaves weights, anchor and momentum as they were.
         """
-        present = tuple(range(self._plan.sites)) if members is None else tuple(sorted(members))
-        if self._exchange.site not in present or len(set(present)) != len(present) or not 0 <= present[0] <= present[-1] < self._plan.sites:
-            raise ValueError(
-                f"members={list(present)}: must be different sites of {self._plan.sites} with this one, {self._exchange.site}; correct them"
-            )
-        counted = None if weights is None else {name: _weight(weights, name) for name in self._named}
-        means: dict[str, Tensor | None] = {}
-        exchanged = 0
-        # Every member goes through its groups in the same order, so none waits for one that waits for it.
-        for group, names in sorted(self._groups(present).items()):
-            if len(group) == 1:
-                means.update(dict.fromkeys(names))
-            else:
-                means.update(self._mean(group, names, counted))
-                exchanged += sum(self._anchor[name].numel() for name in names)
-        # Only now, so that a round that fails on the way leaves anchor, momentum and weights as they were.
-        for name, mean in means.items():
-            self._apply(name, mean)
-        alone = sum(self._anchor[name].numel() for name, mean in means.items() if mean is None)
+        flight = self._prepare(members, weights, fragment, current, exchange, delayed=False)
+        flight.travel()
+        return self._land(flight, commit)
+
+    def begin(
+        self,
+        members: Sequence[int] | None = None,
+        weights: Mapping[str, float] | None = None,
+        *,
+        fragment: int | None = None,
+        current: Sequence[int] | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Start a delayed step: take the weights as they are now and send them from a thread; terms as for `step`.
+
+        Nothing else may use the exchange until `finish` or `settle`.
+        """
+        flight = self._prepare(members, weights, fragment, current, exchange, delayed=True)
+        flight.start_travel()
+        self._flight = flight
+
+    def settle(self, commit: Commit | None = None) -> None:
+        """Wait until the step in flight has arrived and hold its vote, but do not apply it yet: `state_dict` can then store it.
+
+        Raises RoundFailed as `finish` does; then nothing is in flight.
+        """
+        flight = self._in_flight()
+        self._flight = None
+        flight.settle(self.round, commit)
+        self._flight = flight
+
+    def finish(self, commit: Commit | None = None) -> OuterReport:
+        """Wait for the step in flight and apply it to the weights as they are now. Raises RoundFailed as `step` does.
+
+        A site that was behind takes over the others' weights as they are, without what it learnt meanwhile.
+        """
+        flight = self._in_flight()
+        self._flight = None
+        return self._land(flight, commit)
+
+    @torch.no_grad()
+    def catch_up(
+        self,
+        members: Sequence[int],
+        current: Sequence[int],
+        *,
+        exchange: Exchange | None = None,
+        commit: Commit | None = None,
+    ) -> CatchUp:
+        """Bring the members that are behind to the weights of the `current` ones, in a meeting without a step; all members call it.
+
+        What a site alone holds stays as it is. `step` does the same on its way. Raises as `step` does.
+        """
+        flight = self._prepare(members, None, None, current, exchange, delayed=False, steps=False)
+        flight.travel()
+        flight.settle(self.round, commit)
+        for name in flight.anchors:
+            self._take_over(flight, name)
+            self._write(name, self._anchor[name])
+        self._adopt(flight)
+        return CatchUp(*self._came(flight))
+
+    @torch.no_grad()
+    def hand_over(self, named: Mapping[str, Named | tuple], *, exchange: Exchange | None = None, commit: Commit | None = None) -> HandOver:
+        """Put the residency of the present round in force; all sites of a `rotating` plan call it, right after a step, when `due`.
+
+        `named` names the parameters that this site has from now on: its experts of `plan.resident(site, layer, step.round)`, where
+        they will be, and the rest as before. A new holder gets anchor and momentum from the first old one, bit for bit (with rows that
+        go to holders, those of the router row too), and the weights of all experts named are written. Inner optimiser states do not
+        travel. Raises ValueError when nothing is due or the names do not fit, RoundFailed as `step` does.
+        """
+        if self._flight is not None or not self.due:
+            raise ValueError(f"hand over: {'a step is in flight' if self._flight else 'nothing is due'}; call it after a step when due")
+        through, old, now = (
+            exchange or self.exchange,
+            self._sharing,
+            Sharing(self._plan, self._sharing.site, self._sharing.all_rows, self.round),
+        )
+        renamed = {name: Named(*named[name]) for name in sorted(named)}
+        check_renamed(self._named, renamed, old, now)
+        sent = through.bytes_sent
+        error: Exception | None = None
+        anchors: dict[str, Tensor] = {}
+        velocities: dict[str, Tensor] = {}
+        try:
+            anchors, velocities = pass_experts(through, old, now, self._named, renamed, self._anchor, self._velocity)
+        except Exception as failure:
+            error = failure
+        decide(error, f"hand-over after round {self.round - 1}", range(self._sites), commit)
+        was, has = experts_in(self._named), experts_in(renamed)
+        kept, moving = self._anchor | anchors, self._velocity | velocities
+        self._anchor = {name: kept[name] for name in renamed}
+        self._velocity = {name: moving[name] for name in renamed} if self._momentum else {}
+        self._named, self._sharing = renamed, now
+        for name, entry in renamed.items():
+            if entry.kind == "expert" or name in anchors:
+                self._write(name, self._anchor[name])
+        return HandOver(tuple(sorted(has - was)), tuple(sorted(was - has)), through.bytes_sent - sent)
+
+    def _land(self, flight: Flight, commit: Commit | None) -> OuterReport:
+        flight.settle(self.round, commit)
+        with torch.no_grad():
+            stepped = [name for _, names in flight.groups for name in names]
+            for name in flight.anchors:
+                self._take_over(flight, name)
+            for name in stepped:
+                self._apply(flight, name)
+            for name in flight.anchors.keys() - set(stepped):
+                self._write(name, self._anchor[name])
+        self._adopt(flight)
+        self.line = hashlib.sha256(f"{self.line}/{self.round}/{flight.members}/{flight.fragment}".encode()).hexdigest()[:16]
         self.round += 1
-        return OuterReport(self.round - 1, exchanged, alone, self._orphans(present))
-
-    def _groups(self, present: tuple[int, ...]) -> dict[tuple[int, ...], list[str]]:
-        """Names by the sites that share them, in order of name."""
-        groups: dict[tuple[int, ...], list[str]] = {}
-        for name, entry in self._named.items():
-            sites: Iterable[int] = present
-            if entry.kind == "expert" or (entry.kind == "router_row" and not self._all_rows):
-                assert entry.layer is not None and entry.expert is not None
-                holders = self._plan.holders(entry.expert, entry.layer)
-                if self._exchange.site not in holders:
-                    continue  # the row of an expert that is elsewhere: it is the site's own, and trains on
-                sites = (site for site in present if site in holders)
-            groups.setdefault(tuple(sites), []).append(name)
-        return groups
-
-    def _mean(self, group: tuple[int, ...], names: list[str], weights: Mapping[str, float] | None) -> dict[str, Tensor | None]:
-        """How far the sites of `group` moved on average, by name."""
-        deltas = [self._anchor[name] - _host(self._named[name].tensor) for name in names]
-        totals = torch.full((len(names),), float(len(group)))
-        if weights is not None:
-            totals = torch.tensor([weights[name] for name in names], dtype=torch.float32)
-            for delta, weight in zip(deltas, totals.tolist(), strict=True):
-                delta *= weight
-            self._exchange.sum(group, [totals], exact=True)
-        self._exchange.sum(group, deltas)
-        return {
-            # Without weight nobody saw a token of it, so nobody has anything to say about it.
-            name: delta / total if total > 0 else torch.zeros_like(delta)
-            for name, delta, total in zip(names, deltas, totals.tolist(), strict=True)
-        }
-
-    def _apply(self, name: str, mean: Tensor | None) -> None:
-        """Move the anchor by the sites' mean, or by this site's own way where it is alone, and write it back."""
-        entry, anchor = self._named[name], self._anchor[name]
-        if mean is None and self._lr == 1.0 and not self._momentum:
-            # theta0 - (theta0 - theta) would round; what nobody averages must not change.
-            anchor.copy_(entry.tensor)
-        else:
-            step = anchor - _host(entry.tensor) if mean is None else mean
-            if self._momentum:
-                velocity = self._velocity[name].mul_(self._momentum).add_(step)
-                step = step + self._momentum * velocity if self._nesterov else velocity
-            anchor -= self._lr * step
-        for tensor in (entry.tensor, *entry.copies):
-            tensor.copy_(anchor)
-
-    def _orphans(self, present: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-        members = set(present)
-        return tuple(
-            (layer, expert)
-            for layer in self._plan.layers
-            for expert in range(self._plan.num_experts)
-            if members.isdisjoint(self._plan.holders(expert, layer))
+        shared = {name for group, names in flight.groups if len(group) > 1 for name in names}
+        return OuterReport(
+            round=self.round - 1,
+            parameters=sum(self._anchor[name].numel() for name in shared),
+            alone=sum(self._anchor[name].numel() for name in stepped if name not in shared),
+            orphans=self._sharing.orphans(flight.members),
+            **dict(zip(("came", "stayed"), self._came(flight), strict=True)),
         )
 
+    def _prepare(
+        self,
+        members: Sequence[int] | None,
+        weights: Mapping[str, float] | None,
+        fragment: int | None,
+        current: Sequence[int] | None,
+        exchange: Exchange | None,
+        *,
+        delayed: bool,
+        steps: bool = True,
+    ) -> Flight:
+        """A step that has not travelled yet."""
+        if self._flight is not None:
+            raise ValueError("outer step: one is in flight; finish() it first")
+        site = (exchange or self.exchange).site
+        present = tuple(range(self._sites)) if members is None else tuple(sorted(members))
+        if site not in present or len(set(present)) != len(present) or not 0 <= present[0] <= present[-1] < self._sites:
+            raise ValueError(f"members={list(present)}: must be different sites of {self._sites} with this one, {site}; correct them")
+        newest = present if current is None else tuple(sorted(set(current)))
+        if not newest or not set(newest) <= set(present):
+            raise ValueError(f"current={list(newest)}: must be some of the members {list(present)}; correct it")
+        if fragment is not None and not 0 <= fragment < self._fragments:
+            raise ValueError(f"fragment={fragment}: there are {self._fragments}; give a number from 0 to {self._fragments - 1}")
+        names = [name for name in self._named if fragment is None or self._part_of[name] == fragment] if steps else []
+        return Flight.prepare(
+            exchange or self.exchange,
+            present,
+            newest,
+            fragment,
+            groups=self._sharing.groups(self._named, names, present),
+            every_group=self._sharing.groups(self._named, self._named, present),
+            anchor=self._anchor,
+            velocity=self._velocity,
+            thetas={name: entry.tensor for name, entry in self._named.items()},
+            weights=None if weights is None else {name: _weight(weights, name) for name in names},
+            origin=(self.round, self.line, self.residency_round),
+            delayed=delayed,
+        )
+
+    def _in_flight(self) -> Flight:
+        if self._flight is None:
+            raise ValueError("outer step: none is in flight; begin() one first")
+        return self._flight
+
+    def _take_over(self, flight: Flight, name: str) -> None:
+        self._anchor[name].copy_(flight.anchors[name])
+        if self._momentum:
+            self._velocity[name].copy_(flight.velocities[name])
+
+    def _adopt(self, flight: Flight) -> None:
+        if flight.origin is not None:
+            self.round, self.line = flight.origin
+
+    def _came(self, flight: Flight) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        came = tuple(sorted(flight.anchors))
+        return came, tuple(name for name in self._named if name not in flight.anchors) if flight.behind else ()
+
+    def _apply(self, flight: Flight, name: str) -> None:
+        """Move the anchor by the sites' mean, or by this site's own way where it is alone, and write it back."""
+        tensor, anchor = self._named[name].tensor, self._anchor[name]
+        mean, start = flight.means.get(name), flight.starts.get(name)
+        if mean is None and self._lr == 1.0 and not self._momentum:
+            # theta0 - (theta0 - theta) would round; what nobody averages must not change.
+            anchor.copy_(tensor if start is None else start)
+            self._write(name, tensor)
+            return
+        way = anchor - (host_copy(tensor) if start is None else start) if mean is None else mean
+        if self._momentum:
+            velocity = self._velocity[name].mul_(self._momentum).add_(way)
+            way = way + self._momentum * velocity if self._nesterov else velocity
+        anchor -= self._lr * way
+        # What was learnt since begin() counts from the new anchor, save at a site that was behind.
+        progress = None if start is None or name in flight.anchors else host_copy(tensor).sub_(start)
+        self._write(name, anchor if progress is None else progress.add_(anchor))
+
+    def _write(self, name: str, value: Tensor) -> None:
+        entry = self._named[name]
+        for tensor in (entry.tensor, *entry.copies):
+            tensor.copy_(value)
+
     def state_dict(self) -> dict[str, Any]:
-        """Round, anchors and momenta by name: what a resumed run needs to end its round as if it had not stopped."""
-        return {"round": self.round, "anchor": _copy(self._anchor), "velocity": _copy(self._velocity)}
+        """Round, anchors, momenta and a settled step in flight: what a resumed run needs to go on as if it had not stopped.
+
+        Raises ValueError while an unsettled step is in flight.
+        """
+        return {
+            "round": self.round,
+            "line": self.line,
+            "residency_round": self.residency_round,
+            "anchor": _copy(self._anchor),
+            "velocity": _copy(self._velocity),
+            "flight": None if self._flight is None else self._flight.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a `state_dict`. Raises ValueError when its names or shapes are not this site's."""
+        """Take over a `state_dict`. Raises ValueError when its names, shapes or residency are not this site's."""
+        if state["residency_round"] != self.residency_round:
+            was = f"residency of round {state['residency_round']}, here of {self.residency_round}"
+            raise ValueError(f"outer state: is for the {was}; name the parameters of that round")
         for part, mine in (("anchor", self._anchor), ("velocity", self._velocity)):
             saved = state[part]
             if saved.keys() != mine.keys():
@@ -184,8 +352,10 @@ class OuterStep:
                     raise ValueError(
                         f"outer state: {name} is {tuple(tensor.shape)}, here {tuple(mine[name].shape)}; resume with the run's own model"
                     )
-        self.round = int(state["round"])
+        self.round, self.line = int(state["round"]), str(state["line"])
         self._anchor, self._velocity = _copy(state["anchor"]), _copy(state["velocity"])
+        flight = state["flight"]
+        self._flight = None if flight is None else Flight.restore(flight, self._sharing, self._named, self._part_of)
 
     def _check(self, router_rows: str) -> None:
         if self._lr <= 0:
@@ -194,36 +364,11 @@ class OuterStep:
             raise ValueError(f"momentum={self._momentum}: must be from 0 to below 1; choose one")
         if router_rows not in ("holders", "all"):
             raise ValueError(f"router_rows={router_rows}: must be holders or all; choose one")
-        if self._plan.policy == "rotating":
-            raise ValueError("policy=rotating: experts that change hands are not handed over here; use another policy")
-        site = self._exchange.site
-        if not 0 <= site < self._plan.sites:
-            raise ValueError(f"site={site}: the plan has {self._plan.sites}; use a plan for all sites")
-        for name, entry in self._named.items():
-            self._check_entry(name, entry, site)
-
-    def _check_entry(self, name: str, entry: Named, site: int) -> None:
-        if entry.kind not in ("dense", "expert", "router_row"):
-            raise ValueError(f"{name}: kind={entry.kind} must be dense, expert or router_row; choose one")
-        if not entry.tensor.is_floating_point():
-            raise ValueError(f"{name}: {entry.tensor.dtype} cannot be averaged; leave it out")
-        if any(copy.shape != entry.tensor.shape for copy in entry.copies):
-            raise ValueError(f"{name}: a copy must have the shape {tuple(entry.tensor.shape)}; name the copy of this parameter")
-        if (entry.kind == "dense") != (entry.layer is None) or (entry.layer is None) != (entry.expert is None):
-            raise ValueError(
-                f"{name}: layer={entry.layer}, expert={entry.expert} do not fit kind={entry.kind}; give both, or none if dense"
-            )
-        if entry.layer is None or entry.expert is None:
-            return
-        holders = self._plan.holders(entry.expert, entry.layer)
-        if entry.kind == "expert" and site not in holders:
-            where = f"expert {entry.expert} of layer {entry.layer} is at sites {list(holders)}, not at {site}"
-            raise ValueError(f"{name}: {where}; leave it out")
-
-
-def _host(tensor: Tensor) -> Tensor:
-    """An fp32 copy on the host."""
-    return tensor.detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
+        if self._fragments < 1:
+            raise ValueError(f"fragments={self._fragments}: names make at least one part; give 1 or more")
+        site = self.exchange.site
+        if not 0 <= site < self._sites:
+            raise ValueError(f"site={site}: the plan has {self._sites}; use a plan for all sites")
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -236,3 +381,6 @@ def _weight(weights: Mapping[str, float], name: str) -> float:
     if weights[name] < 0:
         raise ValueError(f"weights: {weights[name]} for {name}; a weight is 0 or more")
     return weights[name]
+
+
+__all__ = ["CatchUp", "Commit", "HandOver", "Named", "OuterReport", "OuterStep", "RoundFailed"]

@@ -132,7 +132,7 @@ def bad_settings() -> list[str]:
 
 def test_unknown_settings_are_refused(ranks: RankPools) -> None:
     assert ranks(2).run(bad_settings)[0] == [
-        "transfer=fp8: must be fp32 or bf16; choose one",
+        "transfer=fp8: must be fp32, bf16 or int8; choose one",
         "bucket=0: a bucket holds at least one element; give 1 or more",
     ]
     with pytest.raises(ValueError, match="sites=0"):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moe.exchange import Exchange
 from moe.outer import Named, OuterStep
-from moe.residency import ResidencyPlan
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, True)])
@@ -256,12 +255,13 @@ def test_names_that_do_not_fit_are_refused(entry: Named, message: str) -> None:
 
 def test_arguments_without_sense_are_refused() -> None:
     named = {"w": Named(torch.zeros(2), "dense")}
-    rotating = ResidencyPlan.build(4, 2, 1, "rotating", 0, 1, rotate_every=1)
     for plan, settings, message in (
         (build_plan(2, 1), {"lr": 0.0, "momentum": 0.0}, "lr=0.0"),
         (build_plan(2, 1), {"lr": 1.0, "momentum": 1.0}, "momentum=1.0"),
         (build_plan(2, 1), {"lr": 1.0, "momentum": 0.0, "router_rows": "none"}, "router_rows=none"),
-        (rotating, {"lr": 1.0, "momentum": 0.0}, "policy=rotating: experts that change hands"),
+        (None, {"lr": 1.0, "momentum": 0.0}, "sites: needed without a plan"),
+        (build_plan(2, 1), {"lr": 1.0, "momentum": 0.0, "sites": 3}, "sites=3: the plan has 2"),
+        (build_plan(2, 1), {"lr": 1.0, "momentum": 0.0, "fragments": 0}, "fragments=0"),
     ):
         with pytest.raises(ValueError, match=message):
             OuterStep(named, plan, Alone(), **settings)  # type: ignore[arg-type]

@@ -26,9 +26,12 @@ def at_sites(count: int, job: Callable[[Exchange], Any]) -> list[Any]:
 class Alone:
     """A federation of one: any exchange would be a fault."""
 
-    site = 0
+    site = bytes_sent = bytes_received = payload_bytes = 0
 
     def sum(self, group: tuple[int, ...], tensors: list[Tensor], *, exact: bool = False) -> None:
+        raise AssertionError("nothing to exchange")
+
+    def copy(self, source: int, group: tuple[int, ...], tensors: list[Tensor]) -> None:
         raise AssertionError("nothing to exchange")
 
 

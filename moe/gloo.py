@@ -1,0 +1,33 @@
+"""torchft's reconfigurable gloo process group, bound to one address of this host.
+
+As shipped, the group binds whatever address the host's name resolves to, which may be an interface that nobody should reach or
+none that others do, and the look-up can take seconds.
+"""
+
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
+from torchft.process_group import ProcessGroupGloo as _Reconfigurable
+
+
+class _BoundGloo(_Reconfigurable):
+    def __init__(self, address: str, timeout: timedelta) -> None:
+        super().__init__(timeout=timeout)
+        self._address = address
+
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> ProcessGroup:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
+        options._threads = 2
+        options._timeout = self._timeout
+        backend = ProcessGroupGloo(store, rank, world_size, options)
+        pg = ProcessGroup(store, rank, world_size)
+        pg._set_default_backend(ProcessGroup.BackendType.GLOO)
+        pg._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+        return pg
+
+
+def reconfigurable_group(address: str, timeout: timedelta) -> _BoundGloo:
+    """A group that its `configure` connects; `timeout` bounds the connecting and every message."""
+    return _BoundGloo(address, timeout)

@@ -1,0 +1,315 @@
+"""Who takes part in an outer step: meetings of sites, called by torchft's lighthouse, and a vote on each step's outcome.
+
+    membership = Membership("127.0.0.1:29510", site=0, sites=4, quorum=3, deadline=60, run_id="demo")
+    meeting = membership.meet(step.round, {"line": step.line})          # on rank 0 of a site; the rest get meeting.to_dict()
+    exchange.use(meeting)
+    step.step(meeting.members, current=meeting.current, exchange=exchange, commit=lambda ok: membership.vote(meeting, ok))
+
+A meeting waits `deadline` seconds for sites that are alive and not there, and then goes on without them if `quorum` sites have
+come. A late site is admitted at a later meeting and gets the weights of the others. A site whose heartbeats stop (it died, was
+stopped, or left) is not waited for. The lighthouse may restart at any time; a meeting is then only delayed.
+
+What torchft's rule forbids: its lighthouse never calls a meeting of half or fewer of the sites it hears from, so two late sites of
+four, or one of two, would block the rest for ever. Past the deadline a waiting site therefore asks the late ones (through the
+stores of the last meeting) to stop their heartbeats until they come, which makes the waiting ones all that are alive. This needs a
+`quorum` that allows so few, a lighthouse started with one, and late sites that can be reached. With a quorum of half the sites or
+fewer, parts of a federation can go on apart; when they meet again, `Meeting.current` names one part, and the others take over its
+weights and lose what they did meanwhile.
+
+Everything is in the clear, and whoever reaches the lighthouse can push a site out: a private network or a tunnel is needed.
+"""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from .lighthouse import SILENCE, join_address, quiet_torchft, split_address
+
+_BEAT = 0.5
+_SLACK = 2.0  # what a call may take beyond the time it waits for
+_HUSH = "hush"
+
+
+class NoMeeting(TimeoutError):
+    """Too few sites came in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Sites that take one outer step together. The same at all of them."""
+
+    members: tuple[int, ...]
+    """Site numbers, ascending."""
+    number: int
+    """The round that it ends: the most outer steps that a member has done."""
+    prefix: str
+    """A name that no other meeting has."""
+    group: str
+    """Name of the connections between the members: that of an earlier meeting while the same sites come and no round fails."""
+    store: str
+    """`host:port` of the store of the first member."""
+    steps: Mapping[int, int]
+    """Outer steps done, by member."""
+    data: Mapping[int, Mapping[str, Any]]
+    """What each member told the others."""
+
+    @property
+    def current(self) -> tuple[int, ...]:
+        """Members that are up to date: with the most outer steps, and with the `line` (see `OuterStep`) of the first such one."""
+        newest = [site for site in self.members if self.steps[site] == self.number]
+        line = self.data[newest[0]].get("line")
+        return tuple(site for site in newest if self.data[site].get("line") == line)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that survives JSON."""
+        fields = asdict(self)
+        return {**fields, "members": list(self.members), **{key: {str(s): v for s, v in fields[key].items()} for key in ("steps", "data")}}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> "Meeting":
+        """The meeting of `to_dict`."""
+        by_site = {key: {int(site): value for site, value in data[key].items()} for key in ("steps", "data")}
+        return Meeting(**{**data, "members": tuple(data["members"]), **by_site})
+
+
+class Membership:
+    """One site's part in a federation; for rank 0 of the site. `close` it in the end."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        site: int,
+        sites: int,
+        *,
+        quorum: int | None,
+        deadline: float,
+        run_id: str,
+        start: float = 600.0,
+        address: str | None = None,
+    ) -> None:
+        """Heartbeats begin at once; nothing waits here.
+
+        `endpoint` is the lighthouse's `host:port`. `quorum` is the fewest sites that a meeting may have; None: all `sites`, in
+        every meeting. `start` bounds the wait for the first meeting, when others may still be building their models, `deadline` that
+        for each later one. `address` is this host's address that others reach; by default the one from which the endpoint is
+        reached, so loopback for a lighthouse there. Raises ValueError on arguments without sense.
+        """
+        if not 0 <= site < sites:
+            raise ValueError(f"site={site}: sites are numbered from 0 to {sites - 1}; choose one")
+        if quorum is not None and not 1 <= quorum <= sites:
+            raise ValueError(f"quorum={quorum}: there are {sites} sites; give 1 to {sites}, or none for all")
+        if deadline <= 0 or start <= 0:
+            raise ValueError(f"deadline={deadline}, start={start}: seconds to wait; give more than 0")
+        self.site, self.sites, self.run_id = site, sites, run_id
+        self.needed = sites if quorum is None else quorum
+        self.deadline = deadline
+        self._start = start
+        host, port = split_address(endpoint)
+        self._endpoint = f"http://{join_address(host, port)}"
+        self.address = address or _address_towards(host, port)
+        self._store, self._store_address = _listen(self.address)
+        self._name, self._attempt = f"{run_id}/{site}/{uuid.uuid4().hex[:12]}", 0
+        self._group: dict[str, Any] | None = None
+        self._stores: dict[int, str] = {}
+        self._hosted: Meeting | None = None
+        self._client: Any = None
+        self._silent = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
+        self._thread.start()
+
+    def meet(self, step: int, data: Mapping[str, Any], *, timeout: float | None = None) -> Meeting:
+        """Wait for the others and return the meeting; `step` is the number of outer steps done, `data` is JSON for the others.
+
+        Raises NoMeeting when fewer sites than the quorum came within `timeout` seconds (by default `start` for the first meeting,
+        `deadline` after that; some seconds more where sites died), and ValueError when the lighthouse serves another run. A site
+        that was late is admitted at the others' next meeting, so it should wait about a round for it.
+        """
+        limit = timeout if timeout is not None else self.deadline if self._stores else self._start
+        end = time.monotonic() + limit + SILENCE + 2 * _SLACK
+        told = {"run": self.run_id, "site": self.site, "sites": self.sites, "group": self._group, "data": dict(data)}
+        self._store.delete_key(_HUSH)
+        self._silent.clear()
+        problem = "it was not reached"
+        while (left := end - time.monotonic()) > 0:
+            try:
+                quorum = self._ask(step, told, min(left, self.deadline + _SLACK))
+            except TimeoutError:
+                problem = "too few came"
+                self._hush_others()
+                continue
+            except (RuntimeError, ConnectionError) as error:  # the lighthouse is away, or not up yet
+                problem = str(error)
+                self._client = None
+                time.sleep(0.2)
+                continue
+            meeting = self._read(quorum)
+            if self.site in meeting.members and len(meeting.members) >= self.needed:
+                return meeting
+            problem = f"only {list(meeting.members)} came"
+            time.sleep(0.2)
+        # Under this name the lighthouse may still count the site as waiting.
+        self._attempt += 1
+        raise NoMeeting(f"federation: no meeting of {self.needed} of {self.sites} sites within {limit:g} s at {self._endpoint}: {problem}")
+
+    def vote(self, meeting: Meeting, ok: bool, *, timeout: float | None = None) -> bool:
+        """Whether all members of `meeting` voted ok; the answer is the same at all that reach the meeting's store.
+
+        Waits at most `timeout` seconds, by default the deadline; a member that has not voted by then makes it False, and so does
+        a store that cannot be reached. A site that got False though others got True is behind at the next meeting.
+        """
+        limit = self.deadline if timeout is None else timeout
+        agreed = ok
+        if len(meeting.members) > 1:
+            agreed = bool(_within(limit + _SLACK, lambda: self._decide(meeting, ok, limit)))
+        self._group = {"name": meeting.group, "members": list(meeting.members)} if agreed else None
+        self._hosted = meeting if meeting.members[0] == self.site and len(meeting.members) > 1 else None
+        return agreed
+
+    def leave(self) -> None:
+        """Take no more part: no heartbeats, so that the others do not wait for this site."""
+        self._ended.set()
+        self._thread.join(2 * SILENCE)
+
+    def close(self) -> None:
+        """Leave, and close the store once the others have read the outcome of the last vote held in it."""
+        self.leave()
+        if self._hosted is not None:
+            seen = [f"{self._hosted.prefix}/seen/{site}" for site in self._hosted.members if site != self.site]
+            end = time.monotonic() + min(self.deadline, 10.0)
+            while time.monotonic() < end and not self._store.check(seen):
+                time.sleep(0.02)
+            self._hosted = None
+        self._store = None
+
+    def _ask(self, step: int, told: Mapping[str, Any], limit: float) -> Any:
+        if self._client is None:
+            self._client = _client(self._endpoint)
+        return self._client.quorum(
+            self._replica(),
+            timeout=timedelta(seconds=limit),
+            address="",
+            store_address=self._store_address,
+            step=step,
+            world_size=1,
+            shrink_only=False,
+            data={"json": json.dumps(told)},
+        )
+
+    def _replica(self) -> str:
+        return f"{self._name}.{self._attempt}"
+
+    def _read(self, quorum: Any) -> Meeting:
+        told: dict[int, dict[str, Any]] = {}
+        steps: dict[int, int] = {}
+        for participant in quorum.participants:
+            said = json.loads(participant.data["json"])
+            if said["run"] != self.run_id or said["sites"] != self.sites:
+                other = f"{said['run']} of {said['sites']} sites"
+                raise ValueError(f"endpoint={self._endpoint}: serves run {other}, not {self.run_id} of {self.sites}; use one for each run")
+            told[said["site"]], steps[said["site"]] = said, participant.step
+            self._stores[said["site"]] = participant.store_address
+        members = tuple(sorted(told))
+        prefix = f"{self.run_id}/{quorum.quorum_id}.{quorum.created.seconds}.{quorum.created.nanos}"
+        group = told[members[0]]["group"]
+        kept = group is not None and group["members"] == list(members) and all(said["group"] == group for said in told.values())
+        return Meeting(
+            members=members,
+            number=max(steps.values()),
+            prefix=prefix,
+            group=group["name"] if kept else prefix,
+            store=self._stores[members[0]],
+            steps=steps,
+            data={site: told[site]["data"] for site in members},
+        )
+
+    def _decide(self, meeting: Meeting, ok: bool, limit: float) -> bool:
+        store = _connect(meeting.store)
+        end = time.monotonic() + limit
+        votes = {site: f"{meeting.prefix}/vote/{site}" for site in meeting.members}
+        decision = f"{meeting.prefix}/decision"
+        store.set(votes[self.site], "ok" if ok else "no")
+        while ok and time.monotonic() < end and not store.check([decision]) and not store.check(list(votes.values())):
+            time.sleep(0.01)
+        ok = ok and store.check(list(votes.values())) and all(store.get(key) == b"ok" for key in votes.values())
+        # The first decision stands: a site that gave up waiting and one that saw the last vote come agree all the same.
+        agreed = store.compare_set(decision, "", "commit" if ok else "abort") == b"commit"
+        store.set(f"{meeting.prefix}/seen/{self.site}", "")
+        return agreed
+
+    def _hush_others(self) -> None:
+        for site, address in self._stores.items():
+            if site != self.site:
+                _within(_SLACK, lambda address=address: _connect(address).set(_HUSH, ""))  # type: ignore[misc]
+
+    def _beat(self) -> None:
+        client: Any = None
+        while not self._ended.wait(_BEAT):
+            store = self._store
+            if self._silent.is_set() or store is None:
+                continue
+            if store.check([_HUSH]):
+                self._silent.set()
+                continue
+            try:
+                client = client or _client(self._endpoint)
+                client.heartbeat(self._replica(), timeout=timedelta(seconds=SILENCE))
+            except (RuntimeError, TimeoutError, ConnectionError):
+                client = None
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This host's address on the interface that reaches `host`; no packet is sent."""
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _listen(address: str) -> tuple[Any, str]:
+    """A store of this process and its `host:port`. As such torch's store listens on every interface; it takes a bound socket."""
+    from torch.distributed import TCPStore
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
+    port = listener.getsockname()[1]
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno())
+    listener.detach()
+    return store, join_address(address, port)
+
+
+def _connect(address: str) -> Any:
+    from torch.distributed import TCPStore
+
+    host, port = split_address(address)
+    # Torch's client tries a dead address for its whole time limit and fills the log meanwhile.
+    socket.create_connection((host, port), timeout=_SLACK).close()
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SILENCE))
+
+
+def _client(endpoint: str) -> Any:
+    quiet_torchft()
+    from torchft.coordination import LighthouseClient
+
+    return LighthouseClient(endpoint, timedelta(seconds=SILENCE))
+
+
+def _within(limit: float, call: Callable[[], Any]) -> Any:
+    """The answer of `call`, or None when it fails or takes longer: a store's calls wait for a stopped host without end."""
+    answer: list[Any] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            answer.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit)
+    return answer[0] if answer else None
