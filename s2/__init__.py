@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention import BACKENDS, explain, s2_attention, table
     from .blockmask import BlockMask
-    from .cache import S2Cache, s2_decode
+    from .cache import S2Cache
+    from .decode import explain_decode, s2_decode
     from .errors import S2Error
     from .pattern import S2Pattern
     from .request import Request
@@ -20,7 +21,8 @@ _HOME = {
     "S2Error": "errors",
     "BlockMask": "blockmask",
     "S2Cache": "cache",
-    "s2_decode": "cache",
+    "s2_decode": "decode",
+    "explain_decode": "decode",
     "Request": "request",
     "s2_attention": "attention",
     "explain": "attention",
@@ -28,7 +30,19 @@ _HOME = {
     "BACKENDS": "attention",
 }
 
-__all__ = ["BACKENDS", "BlockMask", "Request", "S2Cache", "S2Error", "S2Pattern", "explain", "s2_attention", "s2_decode", "table"]
+__all__ = [
+    "BACKENDS",
+    "BlockMask",
+    "Request",
+    "S2Cache",
+    "S2Error",
+    "S2Pattern",
+    "explain",
+    "explain_decode",
+    "s2_attention",
+    "s2_decode",
+    "table",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,17 +19,25 @@ log = logging.getLogger("s2")
 _logged: set[tuple[str, str]] = set()
 
 
-def _triton(request: Request) -> str | None:
+def triton_device(request: Request) -> str | None:
+    """Why no Triton kernel can serve the request, by device type, dtype and width."""
     if request.device != "cuda":
         return f"its kernels need a CUDA or ROCm device, not {request.device}"
     if find_spec("triton") is None:
         return "triton is not installed"
     if request.dtype not in ("bfloat16", "float16", "float32"):
         return f"no kernel for {request.dtype}"
-    if request.is_custom:
-        return "custom masks have no kernel"
     if max(request.d_k, request.d_v) > 256:
         return f"head width {max(request.d_k, request.d_v)} is over 256"
+    return None
+
+
+def _triton(request: Request) -> str | None:
+    reason = triton_device(request)
+    if reason is not None:
+        return reason
+    if request.is_custom:
+        return "custom masks have no kernel"
     from .triton.probe import refusal
 
     return refusal(request)
@@ -93,20 +101,20 @@ class Choice:
     refusals: dict[str, str] = field(default_factory=dict)
 
 
-def choose(request: Request, backend: str = "auto") -> Choice:
-    """Returns the first back end of the table that can serve the request; a named one that cannot is an error with its reason."""
+def choose(request: Request, backend: str = "auto", rows: tuple[Backend, ...] = BACKENDS) -> Choice:
+    """Returns the first back end of the table `rows` that can serve the request; a named one that cannot is an error with its reason."""
     if backend != "auto":
-        row = next((row for row in BACKENDS if row.name == backend), None)
+        row = next((row for row in rows if row.name == backend), None)
         if row is None:
-            names = ", ".join(row.name for row in BACKENDS)
+            names = ", ".join(row.name for row in rows)
             raise S2Error("backend", backend, f"is not one of auto, {names}", "choose one of these")
         reason = row.supports(request)
         if reason is not None:
             raise S2Error("backend", backend, f"cannot serve this call: {reason}", "use backend=auto")
         return Choice(request, backend)
     refusals: dict[str, str] = {}
-    for row in BACKENDS:
-        reason = row.supports(request) or _slower(row.name, request)
+    for row in rows:
+        reason = row.supports(request) or (_slower(row.name, request) if rows is BACKENDS else None)
         if reason is None:
             for name, why in refusals.items():
                 _log_once(name, why, row.name)

@@ -32,6 +32,22 @@ class Tiles:
     dkv: Tile
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecodeTile:
+    """Shape of the decoding kernel's work."""
+
+    keys: int
+    """Keys of a tile."""
+    warps: int
+    """Warps of a program."""
+    stages: int
+    """Depth of the software pipeline: tiles on their way from memory."""
+    programs: int = 8
+    """Chunks of work to aim at, for each multiprocessor."""
+    least: int = 1
+    """Fewest tiles of a chunk."""
+
+
 def padded(width: int) -> int:
     """Width of a head inside the kernels: the next power of two, at least 16."""
     return max(16, 1 << (width - 1).bit_length())
@@ -84,3 +100,20 @@ def choose_tiles(d_k: int, d_v: int, size: int, shared: int, block: int) -> Tile
     if forward is None or dq is None or dkv is None:
         return None
     return Tiles(forward=forward, dq=dq, dkv=dkv)
+
+
+@lru_cache(maxsize=256)
+def choose_decode(d_k: int, d_v: int, size: int, shared: int) -> DecodeTile | None:
+    """The decoding tile for padded head widths, element size and shared memory in bytes; None when no tile fits.
+
+    A program keeps `stages` tiles of keys and values in flight: some 96 KiB, two programs to a multiprocessor of Hopper.
+    """
+    tile = DecodeTile(keys=64, warps=4, stages=3)
+    while 16 * d_k * size + tile.stages * tile.keys * (d_k + d_v) * size > min(shared, 112 << 10):
+        if tile.keys > 16:
+            tile = replace(tile, keys=tile.keys // 2)
+        elif tile.stages > 1:
+            tile = replace(tile, stages=tile.stages - 1)
+        else:
+            return None
+    return tile

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -18,12 +17,10 @@ from .backward_kv import stripe_kernel, window_kernel
 from .backward_q import dq_kernel, rows_kernel
 from .config import Tile, Tiles, choose_tiles, padded
 from .forward import forward_kernel
+from .launch import LOG2_E, on_device, shared_memory
 
-LOG2_E = 1.4426950408889634
 LARGEST_TILE = 128
 """Keys of the largest tile in `config.py`: offsets inside a tile are 32-bit."""
-CPU_SHARED = 1 << 17
-"""Shared memory assumed by the interpreter."""
 
 
 def attend(
@@ -78,24 +75,11 @@ def _copied(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(bounds, dtype=torch.int32, device=device)
 
 
-@lru_cache(maxsize=16)
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use."""
-    if device.type != "cuda":
-        return CPU_SHARED
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
-
-
 def _tiles(q: torch.Tensor, v: torch.Tensor, block: int, stride: int) -> Tiles:
     block = 128 if stride == 1 else block
     tiles = choose_tiles(padded(q.shape[3]), padded(v.shape[3]), q.element_size(), shared_memory(q.device), block)
     assert tiles is not None, "backends.py refuses what does not fit"
     return tiles
-
-
-def _on(x: torch.Tensor) -> Any:
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
 class _Call:
@@ -200,7 +184,7 @@ def attention(
     lse = q.new_empty(call.batch, call.heads, call.q_len, dtype=torch.float32)
     tiles = call.count(call.q_len, tile.rows // pack)
     sources, steps, tma = _key_sources(call, tile, k, v)
-    with _on(q):
+    with on_device(q):
         forward_kernel[(tiles * call.batch * call.heads // pack,)](
             q, k, v, *sources, out, lse, residues, call.cu_q, call.cu_k,
             tiles, call.documents, call.q_len, call.k_len, call.kv_heads,
@@ -251,7 +235,7 @@ def attention_backward(
     g = g if g.stride(-1) == 1 else g.contiguous()
     tiles = _tiles(q, v, block, stride)
     row_lse, row_delta = row_buffers(lse, tiles.dkv.rows), row_buffers(lse, tiles.dkv.rows)
-    with _on(q):
+    with on_device(q):
         rows_kernel[(triton.cdiv(call.q_len, 64) * call.batch * call.heads,)](
             out, g, lse, lse if g_lse is None else g_lse.contiguous(), row_lse, row_delta,
             1.0 / scale, call.batch * call.heads, call.q_len, call.heads,

@@ -1,4 +1,4 @@
-"""Runs `interpreted.py`, the tests of the Triton kernels, in a process where Triton interprets them."""
+"""Runs `interpreted*.py`, the tests of the Triton kernels, in a process where Triton interprets them."""
 
 import os
 import subprocess
@@ -9,8 +9,9 @@ import pytest
 
 
 @pytest.mark.timeout(900)
-def test_the_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__).with_name("interpreted.py"))]
+@pytest.mark.parametrize("name", ["interpreted.py", "interpreted_decode.py"])
+def test_the_kernels_in_the_interpreter(name: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__).with_name(name))]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850, check=False)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]

@@ -1,0 +1,27 @@
+"""What every launch needs of its device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+LOG2_E = 1.4426950408889634
+CPU_SHARED = 1 << 17
+"""Shared memory assumed by the interpreter."""
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    if device.type != "cuda":
+        return CPU_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+def on_device(x: torch.Tensor) -> Any:
+    """A context in which kernels are launched on the device of x."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
