@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train.checkpoint.directory import CHECKPOINTS, newest_complete
+from train.checkpoint.directory import CHECKPOINTS, checkpoint_path, manifest_of, newest_complete
 from train.checkpoint.identity import data_differences
 from train.config.place import write_status
 from train.config.schema import Config
@@ -96,6 +96,7 @@ class Trainer:
         self.checkpoints = Checkpoints(config, run_dir, ranks)
         watchdog.also = lambda: self.checkpoints.under_way
         self.clock = Clock(watchdog=watchdog)
+        self.federation = self._federation(watchdog)
         self.load = self._expert_load()
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else None
         self.meter = UtilisationMeter(config, ranks.world, device)
@@ -107,19 +108,45 @@ class Trainer:
 
         return ExpertLoad([checkpoint.unwrap(chunk) for chunk in self.chunks], self.config.model.layers, self.config.moe.experts)
 
+    def _federation(self, watchdog: Watchdog) -> Any:
+        if self.config.federation.sites == 1:
+            return None
+        from train.federation.run import Federation
+
+        return Federation(self.config, self.checkpoints.directory, self.ranks, self.chunks, self.optimizer, watchdog)
+
+    def begin(self, resumed: bool) -> None:
+        """Get to where the run stands: from a checkpoint when it goes on, and up to date with the other sites when there are some."""
+        if resumed:
+            self.resume()
+        if self.federation is not None:
+            other = self.federation.start(self.progress)
+            if other is not None:
+                self._load(checkpoint_path(self.checkpoints.directory, other))
+            self.federation.join(self.progress)
+
     def resume(self) -> None:
         """Go on from the newest complete checkpoint of the run, if there is one; incomplete ones are passed over with a word."""
         path = self.checkpoints.newest()
         if path is None:
             self._say(f"{self.checkpoints.directory}: there is no complete checkpoint, so the run begins at its first step")
             return
-        stored = checkpoint.load(path, self.chunks, self.optimizer)
+        self._load(path)
+
+    def _load(self, path: Path) -> None:
+        outer = None
+        if self.federation is not None:
+            outer = self.federation.keeper
+            outer.expect(path, manifest_of(path)["progress"].get("federation"))
+        stored = checkpoint.load(path, self.chunks, self.optimizer, outer)
         differences = data_differences(stored["data"], self.source.fingerprint())
         if differences:
             raise TrainingStopped(
                 f"{path}: it was trained on other data ({'; '.join(differences)}); give back the data sets of that run, or start a new one"
             )
         self.progress = Progress(**stored["progress"])
+        if self.federation is not None:
+            self.federation.loaded(stored["federation"])
         self.checkpoints.saved_step = self.progress.step
         self._say(f"going on from {path}")
         self._warn_of_schedule(stored["steps"])
@@ -148,6 +175,12 @@ class Trainer:
             result, lr = self._step()
             stopping, written = result.flags
             step = self.progress.step
+            if self.federation is not None and self.federation.due(step):
+                self.clock.time("outer", partial(self.federation.after_step, self.progress))
+                # A site that was behind goes on at the others' step.
+                logged_step, step = logged_step + self.progress.step - step, self.progress.step
+            if self.federation is not None and stopping:
+                self.federation.stop_waiting_for_us()
             if step % train.log_every == 0 or step == train.steps or stopping or not result.updated:
                 elapsed = time.perf_counter() - started
                 steps, tokens = step - logged_step, self.progress.tokens - logged_tokens
@@ -171,7 +204,8 @@ class Trainer:
         progress, train = self.progress, self.config.train
         self.clock.step = progress.step + 1
         lr = learning_rate(self.config.optim, progress.step + 1, train.steps)
-        batches = self.clock.time("data", lambda: self._micro_batches(self.source, progress.step))
+        site = self.config.federation.site or 0
+        batches = self.clock.time("data", lambda: self._micro_batches(self.source, progress.step, site))
         result = self.clock.time(
             "compute",
             lambda: train_step(
@@ -188,15 +222,17 @@ class Trainer:
         )
         progress.step += 1
         progress.tokens += result.tokens
+        if self.federation is not None:
+            self.federation.count(result.tokens)
         progress.skipped += not result.updated
         progress.skipped_in_a_row = 0 if result.updated else progress.skipped_in_a_row + 1
         return result, lr
 
-    def _micro_batches(self, source: BatchSource, step: int) -> list[Batch]:
-        """This data-parallel rank's micro-batches of `step` (0-based): its contiguous share of the step's samples."""
+    def _micro_batches(self, source: BatchSource, step: int, site: int = 0) -> list[Batch]:
+        """This data-parallel rank's micro-batches of `step` (0-based): its contiguous share of what `site` has of the step's samples."""
         ids = source.sample_ids(step, self.config.train.global_batch)
         rows = self.config.train.micro_batch
-        first = self.ranks.dp_rank * self.micro_batches
+        first = (site * self.ranks.dp + self.ranks.dp_rank) * self.micro_batches
         return [
             _on_device(source.rows(ids[k * rows : (k + 1) * rows]), self.ranks.device) for k in range(first, first + self.micro_batches)
         ]
@@ -216,6 +252,7 @@ class Trainer:
             **self.meter.figures(tokens_per_second),
             **exposed_seconds(self.optimizer),
             **self.clock.take(),
+            **(self.federation.figures() if self.federation is not None else {}),
         }
         if self.ranks.device.type == "cuda":
             figures["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -238,7 +275,7 @@ class Trainer:
 
         def batches(step: int) -> Callable[[], Iterator[Batch]]:
             self.clock.watchdog.at(f"evaluation batch {step}", self.progress.step)
-            rows = self._micro_batches(source, step)
+            rows = self._micro_batches(source, step)  # the same at all sites, so that they can be compared
             return lambda: iter(rows)
 
         loss, bits = self.clock.time(
@@ -265,7 +302,12 @@ class Trainer:
             "data": self.source.fingerprint(),
             "tracking_id": stored_identity(self.run_dir),
         }
-        self.checkpoints.save(self.progress.step, self.chunks, self.optimizer, stored, last=last)
+        outer = None
+        if self.federation is not None:
+            stored["federation"], outer = self.federation.save(self.progress), self.federation.keeper
+        self.checkpoints.save(self.progress.step, self.chunks, self.optimizer, stored, last=last, outer=outer)
+        if outer is not None:
+            outer.drop()
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:
@@ -305,11 +347,11 @@ def pretrain(
             keep_identity(run_dir, newest_complete(run_dir / CHECKPOINTS)[0])
         tracker = build_trackers(config, run_dir, attempt) if ranks.is_first else NullTracker()
     stop, watchdog = stop if stop is not None else NeverStop(), watchdog if watchdog is not None else NoWatchdog()
-    status = "failed"
+    status, federation = "failed", None
     try:
         trainer = Trainer(config, run_dir, ranks, tracker, stop, watchdog)
-        if resumed:
-            trainer.resume()
+        federation = trainer.federation
+        trainer.begin(resumed)
         stop.listen()
         status = "completed" if trainer.run() else "preempted"
         if status == "preempted" and ranks.is_first:
@@ -317,4 +359,6 @@ def pretrain(
         return trainer.progress
     finally:
         watchdog.stop()  # trackers have time limits of their own
+        if federation is not None:
+            federation.leave()
         tracker.finish(status)

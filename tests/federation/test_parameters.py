@@ -28,14 +28,10 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 
 def parameters_of(engine: Engine) -> Any:
-    from moe.residency import ResidencyPlan
     from train.engine.masters import masters, publish
     from train.federation.parameters import SiteParameters
 
-    moe = engine.config.moe
-    plan = ResidencyPlan.build(max(1, moe.experts), 2, 2, "contiguous", 0, moe.blocks(engine.config.model.layers) or [0])
-    held = masters(engine.chunks, engine.optimizer)
-    return SiteParameters(held, lambda: publish(engine.chunks, engine.optimizer), engine.ranks, plan, 0)
+    return SiteParameters(masters(engine.chunks, engine.optimizer), lambda: publish(engine.chunks, engine.optimizer), engine.ranks)
 
 
 class Stored:
@@ -57,10 +53,11 @@ def outer_pieces(engine: Engine, parameters: Any) -> list[Piece]:
 
     state = sharded_state(engine.chunks, None, Stored(parameters), loading=False)["outer"]  # type: ignore[arg-type]
     apply_factories(state)
-    return [
-        Piece(each.key, tuple(each.global_shape), tuple(each.global_offset), each.data.clone().reshape((1,) * each.prepend_axis_num + tuple(each.local_shape)))
-        for each in nested_values(state)
-    ]  # fmt: skip
+    found = []
+    for each in nested_values(state):
+        data = each.data.clone().reshape((1,) * each.prepend_axis_num + tuple(each.local_shape))
+        found.append(Piece(each.key, tuple(each.global_shape), tuple(each.global_offset), data))
+    return found
 
 
 def moved(tensor: Tensor) -> Tensor:

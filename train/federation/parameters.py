@@ -6,7 +6,7 @@ one), and a *home*, the coordinate that sends it, which follows from the name al
 
     a slice of a dense parameter      the coordinate of its tensor-parallel rank
     what all slices have in common    tensor-parallel rank 0 of its stage        (norms, routers)
-    expert e                          tensor-parallel rank e mod TP of its stage (an expert is never sliced)
+    the experts of block l            tensor-parallel rank l mod TP of its stage (an expert is never sliced)
     a tied head on the last stage     the embedding's, on the first
 
 The first data-parallel rank of a coordinate is its sender. `pull` brings the fp32 weights to the senders' host memory, `push` takes them
@@ -14,15 +14,14 @@ from there into masters and weights of every rank; both are collective in the si
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.outer import Named
-from moe.residency import ResidencyPlan
+from moe.outer_names import Named
 from train.engine.masters import Master
 from train.engine.parallel import Ranks
 
@@ -60,7 +59,9 @@ class _Unit:
 
     @property
     def layer(self) -> int | None:
-        return None if self.expert is None else layer_of(self.parameter)
+        """0-based number of the block that it belongs to."""
+        words = self.parameter.split(".")
+        return int(words[words.index("layers") + 1]) if "layers" in words else None
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,11 @@ class _Transfer:
 class SiteParameters:
     """The parameters of a site, seen from one rank. Everything but `named` is the same on a sender and on any other rank."""
 
-    def __init__(self, held: Sequence[Master], publish: Callable[[], None], ranks: Ranks, plan: ResidencyPlan, site: int) -> None:
+    def __init__(self, held: Sequence[Master], publish: Callable[[], None], ranks: Ranks, *, experts_at_all: bool = False) -> None:
         """Agree with the other ranks of the site on who holds and who sends what (collective).
 
-        `publish` brings the model's weights up to date after masters were written. Experts that `site` has and does not hold by
-        `plan` (mode frozen) count as dense: their values are the holders', so `step_weights` is to be given.
+        `publish` brings the model's weights up to date after masters were written. `experts_at_all`: every site has every expert, so
+        experts travel like dense parameters (mode frozen, where weights of 0 keep out those who do not train them).
         """
         self._publish = publish
         self._held = {master.name: master for master in held}
@@ -98,20 +99,22 @@ class SiteParameters:
         self._rank = ranks.rank
         everything = [unit for _, _, units in gathered for unit in units]
         self._pulls, self._pushes = _transfers(everything, self.senders)
-        self._tensors = {}
-        self.foreign: set[str] = set()
-        """Names of experts that this site has and does not hold."""
+        self._tensors: dict[tuple[str, int], Tensor] = {}
         self.named: dict[str, Named] = {}
         """On a sender: the coordinate's parameters in host memory; `pull` fills them, `push` takes them. Empty on other ranks."""
+        self.experts: dict[str, tuple[int, int]] = {}
+        """Block and expert of those of them that are part of an expert."""
         for key, unit in sorted(_homes(everything).items()):
-            kind: Any = unit.kind
-            if unit.kind == "expert" and site not in plan.holders(_number(unit.expert), _number(unit.layer)):
-                kind = "dense"
-                self.foreign.add(unit.name)
-            if self.senders[(unit.tp_rank, unit.pp_rank)] == ranks.rank:
-                tensor = self._tensors[key] = torch.empty(unit.shape)
-                place = (None, None) if kind == "dense" else (unit.layer, unit.expert)
-                self.named[unit.name] = Named(tensor, kind, *place)
+            if self.senders[(unit.tp_rank, unit.pp_rank)] != ranks.rank:
+                continue
+            tensor = self._tensors[key] = torch.empty(unit.shape)
+            if unit.kind == "expert":
+                self.experts[unit.name] = (_number(unit.layer), _number(unit.expert))
+            if unit.kind == "dense" or (unit.kind == "expert" and experts_at_all):
+                self.named[unit.name] = Named(tensor, "dense", unit.layer)
+            else:
+                kind: Any = unit.kind
+                self.named[unit.name] = Named(tensor, kind, unit.layer, unit.expert)
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -154,12 +157,6 @@ class SiteParameters:
         return self._tensors[transfer.key].view(-1)[transfer.start : transfer.end]
 
 
-def layer_of(name: str) -> int:
-    """0-based number of the block that a parameter's name speaks of."""
-    words = name.split(".")
-    return int(words[words.index("layers") + 1])
-
-
 def _number(value: int | None) -> int:
     assert value is not None
     return value
@@ -186,11 +183,9 @@ def _units(master: Master, tp_rank: int, tp: int, rank: int, pp_rank: int) -> It
     for place, row in enumerate(rows):
         start, end = max(master.start, place * size), min(master.end, (place + 1) * size)
         if start < end:
-            home = row % tp if kind == "expert" else 0
             begin = start - place * size
-            yield _Unit(
-                master.name, row, home, kind, shape[1:], begin, begin + end - start, start - master.start, rank, pp_rank
-            )  # fmt: skip
+            unit = _Unit(master.name, row, 0, kind, shape[1:], begin, begin + end - start, start - master.start, rank, pp_rank)
+            yield replace(unit, tp_rank=_number(unit.layer) % tp) if kind == "expert" else unit
 
 
 def _homes(units: Sequence[_Unit]) -> dict[tuple[str, int], _Unit]:

@@ -1,0 +1,87 @@
+"""Meetings seen from all ranks of a site: rank 0 speaks for the site, the others hear what it heard.
+
+Every method is collective in the site. `Membership` (`moe/membership.py`) is on rank 0 only.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe.lighthouse import split_address
+from moe.membership import Meeting, Membership, NoMeeting
+from train.engine.parallel import Ranks
+from train.federation.agreement import Word
+
+_TRY_SECONDS = 30.0
+"""How long one try to meet at the start lasts; the other ranks hear of each."""
+
+
+class Meetings:
+    """A site's meetings with the others. `say` prints a line on rank 0."""
+
+    def __init__(self, membership: Membership | None, ranks: Ranks, say: Callable[[str], None]) -> None:
+        """`membership` is None on all ranks but the first."""
+        self._membership, self._ranks, self._say = membership, ranks, say
+
+    def meet(self, round: int, word: Word) -> Meeting | str:
+        """Meet the others after `round` outer steps; the reason in words when too few came in time."""
+        return self._try(round, word, None)
+
+    def meet_at_start(self, round: int, word: Word, waiting: Callable[[], None]) -> Meeting:
+        """Meet the others however long it takes, since they may be in the middle of a round. `waiting` is called now and then."""
+        began = said = time.monotonic()
+        while True:
+            waiting()
+            meeting = self._try(round, word, _TRY_SECONDS)
+            if isinstance(meeting, Meeting):
+                return meeting
+            if time.monotonic() - said > 2 * _TRY_SECONDS or said == began:
+                said = time.monotonic()
+                self._say(f"federation: waiting for the other sites since {said - began:.0f} s ({meeting})")
+
+    def _try(self, round: int, word: Word, timeout: float | None) -> Meeting | str:
+        outcome: list[Any] = [None]
+        if self._membership is not None:
+            try:
+                outcome[0] = {"meeting": self._membership.meet(round, word.to_dict(), timeout=timeout).to_dict()}
+            except NoMeeting as error:
+                outcome[0] = {"reason": str(error)}
+            except ValueError as error:
+                outcome[0] = {"error": str(error)}
+        dist.broadcast_object_list(outcome)
+        if "error" in outcome[0]:
+            raise ValueError(outcome[0]["error"])
+        return Meeting.from_dict(outcome[0]["meeting"]) if "meeting" in outcome[0] else str(outcome[0]["reason"])
+
+    def commit(self, meeting: Meeting, ok: bool) -> bool:
+        """Whether all went well on every rank of every site of `meeting`: the vote of the sites."""
+        fine = torch.tensor([float(ok)], device=self._ranks.device)
+        dist.all_reduce(fine, op=dist.ReduceOp.MIN)
+        outcome = [bool(fine.item())]
+        if self._membership is not None:
+            outcome[0] = self._membership.vote(meeting, outcome[0])
+        dist.broadcast_object_list(outcome)
+        return outcome[0]
+
+    def retire(self) -> None:
+        """Have the others no longer wait for this site; votes that are under way can still be held."""
+        if self._membership is not None:
+            self._membership.leave()
+
+    def leave(self) -> None:
+        """Part from the others, once they have read the outcome of the last vote."""
+        if self._membership is not None:
+            self._membership.close()
+
+
+def own_address(endpoint: str) -> str:
+    """This host's address on the way to `endpoint`, which is where the other sites' connections arrive; no packet is sent."""
+    host, port = split_address(endpoint)
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,104 @@
+"""Who takes part in outer steps and what they move: lines in the site's log, figures for its metrics."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe.membership import Meeting
+from train.engine.parallel import Ranks
+from train.federation.agreement import Word
+
+_NAMED = 8  # experts that a line lists
+
+
+class Presence:
+    """What this site says about the others. Lines are printed on rank 0; `figures` is collective."""
+
+    def __init__(self, site: int, sites: int, ranks: Ranks) -> None:
+        self._site, self._sites, self._ranks = site, sites, ranks
+        self._missing: set[int] = set()
+        self._orphans: tuple[tuple[int, int], ...] = ()
+        self._members = sites
+        self._tokens = 0
+        self._happened = False
+        self._round = self._failures = 0
+        self._logged = [0, 0, 0]
+        self._reason = ""
+
+    def say(self, line: str) -> None:
+        """Print a line on rank 0."""
+        if self._ranks.is_first:
+            print(line, flush=True)
+
+    def note(self, error: Exception) -> None:
+        """Why this rank could not do its part; told with the round's failure if it is rank 0's."""
+        self._reason = " ".join(str(error).split())
+        if not self._ranks.is_first:
+            print(f"federation: {self._reason}", flush=True)
+
+    def seen(self, meeting: Meeting, step: int) -> None:
+        """A meeting has taken place: who is new, who is missing, who is behind."""
+        missing = set(range(self._sites)) - set(meeting.members)
+        if left := missing - self._missing:
+            self.say(f"federation: step {step}: {_sites(left)} missing; the other {len(meeting.members)} go on")
+        if back := self._missing - missing:
+            self.say(f"federation: step {step}: {_sites(back)} back")
+        late = set(meeting.members) - set(meeting.current) - {self._site}
+        if late:
+            self.say(f"federation: step {step}: {_sites(late)} behind, and brought up to date")
+        self._missing, self._members = missing, len(meeting.members)
+        self._tokens = sum(Word.from_dict(meeting.data[site]).tokens for site in meeting.members)
+
+    def failed(self, reason: str, step: int) -> None:
+        """An outer step did not happen."""
+        self._failures += 1
+        self._happened = True
+        why, self._reason = self._reason or reason, ""
+        self.say(f"federation: step {step}: no outer step ({why}); the weights are as they were, the next one is tried when it is due")
+
+    def done(self, round: int, behind: int, stayed: Sequence[str], orphans: Iterable[tuple[int, int]], step: int) -> None:
+        """Outer step number `round` is done; `behind`: rounds that this site was behind, `stayed`: what nobody else could give it."""
+        self._happened, self._round, self._reason = True, round, ""
+        if behind:
+            self.say(
+                f"federation: step {step}: this site was {behind} round{'s' if behind > 1 else ''} behind and has the others' weights now"
+            )
+            if stayed:
+                more = f" and {len(stayed) - _NAMED} more" if len(stayed) > _NAMED else ""
+                self.say(
+                    f"federation: no other site holds {', '.join(stayed[:_NAMED])}{more}: as old as this site's checkpoint, {behind} rounds"
+                )
+        orphans = tuple(orphans)
+        if orphans and orphans != self._orphans:
+            named = ", ".join(f"{expert} of block {layer}" for layer, expert in orphans[:_NAMED])
+            more = f" and {len(orphans) - _NAMED} more" if len(orphans) > _NAMED else ""
+            self.say(f"federation: step {step}: no site that is there holds expert {named}{more}: frozen until one is back")
+        self._orphans = orphans
+
+    def figures(self, moved: tuple[int, int, int] | None) -> dict[str, Any]:
+        """Figures since the last line; {} without an outer step. `moved`: this sender's bytes sent, received and as payload, so far."""
+        if not self._happened:
+            return {}
+        self._happened = False
+        totals = torch.tensor(moved or (0, 0, 0), dtype=torch.int64, device=self._ranks.device)
+        dist.all_reduce(totals)
+        now = totals.tolist()
+        sent, received, payload = (new - old for new, old in zip(now, self._logged, strict=True))
+        self._logged = now
+        return {
+            "outer_bytes": sent,
+            "outer_bytes_received": received,
+            "outer_payload_bytes": payload,
+            "outer_round": self._round,
+            "outer_failed": self._failures,
+            "sites_present": self._members,
+            "experts_orphaned": len(self._orphans),
+            "tokens_all_sites": self._tokens,
+        }
+
+
+def _sites(numbers: Iterable[int]) -> str:
+    found = sorted(numbers)
+    return f"site{'s' if len(found) > 1 else ''} {', '.join(map(str, found))} {'are' if len(found) > 1 else 'is'}"
