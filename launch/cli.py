@@ -37,6 +37,10 @@ COMMANDS = {
     "config": Command("<overrides>", "print the configuration that the overrides make", "launch.commands:config"),
     "data": Command("build | show", "index text, JSONL or Parquet files for training; look into an index", "launch.commands:data"),
     "generate": Command("<run> --prompt TEXT", "continue a text with a trained run", "train.generate:main"),
+    "evaluate": Command(
+        "[--json] <run> [<overrides>]", "validation loss of a run's model, of several sites merged and sliced", "train.evaluate:main"
+    ),
+    "merge": Command("<run>", "make one ordinary run of one site of a run over several", "train.federation.merged_run:main"),
     "checkpoints": Command(
         "<run>",
         "list a run's checkpoints: step, size, whether complete, whether kept for good",

@@ -1,21 +1,18 @@
 """Continue a text with a trained run: `leantron generate <run> --prompt "def main():"`.
 
-One process, whatever layout the run was trained in: the checkpoint is read by name. Each new token is computed from the whole
-text so far (at most `train.seq_len` tokens of it), through the same attention back ends as training.
+One process, whatever layout and however many sites the run was trained in (`train.trained`). Each new token is computed from the
+whole text so far (at most `train.seq_len` tokens of it), through the same attention back ends as training.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.directory import list_checkpoints, newest_complete
-from train.config.compose import load_config
 from train.config.errors import ConfigError
 from train.config.schema import Config
-from train.worker import quiet_dependencies
+from train.trained import find, load_model
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,9 +32,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--temperature", arguments.temperature, "must be 0 or more", "give 0 for the likeliest token")
     if arguments.top_k < 0:
         raise ConfigError("--top-k", arguments.top_k, "must be 0 or more", "give 0 to draw from all tokens")
-    config = load_config(arguments.run / "config.yaml")
-    path = _checkpoint(arguments.run, arguments.step)
-
+    config, path = find(arguments.run, arguments.step)
     model = load_model(config, path)
     text = generate(
         model,
@@ -54,39 +49,6 @@ def main(argv: Sequence[str]) -> int:
 
     parallel.shutdown()
     return 0
-
-
-def _checkpoint(run: Path, step: int | None) -> Path:
-    directory = run / "checkpoints"
-    if step is not None:
-        found = dict(list_checkpoints(directory))
-        if step not in found:
-            steps = ", ".join(map(str, found)) or "none"
-            raise ConfigError("--step", step, f"{directory} has no such checkpoint", f"choose one of: {steps}")
-        return found[step]
-    path, skipped = newest_complete(directory)
-    for line in skipped:
-        print(line, file=sys.stderr)
-    if path is None:
-        raise ConfigError("run", run, "it has no complete checkpoint", "train it to a checkpoint first")
-    return path
-
-
-def load_model(config: Config, path: Path) -> Any:
-    """The run's model with the weights of a checkpoint, whole in this process, in evaluation mode. Starts a world of one."""
-    quiet_dependencies()
-    from train.engine import checkpoint, parallel
-    from train.engine.build import build_model
-
-    device = parallel.init_process_group(config.train.timeout)
-    alone = replace(config.parallel, tp=1, pp=1, vpp=1, cp=1, ep=1, sp=False, processes=1, hosts=1)
-    config = replace(config, parallel=alone, train=replace(config.train, recompute="none"))
-    chunks = build_model(config, parallel.build_ranks(config, device), trainable=False)
-    try:
-        checkpoint.load(path, chunks, None)
-    except ValueError as error:  # its message begins with the checkpoint
-        raise ConfigError("run", path.parent.parent, str(error), "or name another with --step") from error
-    return chunks[0].eval()
 
 
 def generate(model: Any, config: Config, prompt: str, *, tokens: int, temperature: float, top_k: int = 0, seed: int = 0) -> str:

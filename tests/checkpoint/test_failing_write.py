@@ -40,12 +40,12 @@ def save_and_fail(folder: str, where: str) -> tuple[str, float]:
     directory = Path(folder)
     module.save(directory, 1, engine.chunks, engine.optimizer, {"place": 1})
     take_step(engine, 1)
-    original = module.FileSystemWriter, module._finish, module._empty_folder
+    original = module.FileSystemWriter, module.publish, module._empty_folder
     try:
         if where.startswith("rank"):
             break_writer(int(where[-1]))
         elif where == "manifest":
-            module._finish = fail  # type: ignore[assignment]
+            module.publish = fail  # type: ignore[assignment]
         else:
             module._empty_folder = fail
         module.save(directory, 2, engine.chunks, engine.optimizer, {"place": 2})
@@ -54,7 +54,7 @@ def save_and_fail(folder: str, where: str) -> tuple[str, float]:
     else:
         raise AssertionError("the second save went through")
     finally:
-        module.FileSystemWriter, module._finish, module._empty_folder = original  # type: ignore[misc]
+        module.FileSystemWriter, module.publish, module._empty_folder = original  # type: ignore[misc]
     return message, take_step(engine, 2).loss
 
 

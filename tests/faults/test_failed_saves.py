@@ -33,14 +33,14 @@ def last_save_fails(rank: int) -> None:
     """The manifest of the last checkpoint finds no room."""
     from train.engine import checkpoint
 
-    original = checkpoint._finish
+    original = checkpoint.publish
 
     def finish(partial: Path, final: Path, step: int, progress: dict[str, object]) -> None:
         if step == 12:
             raise FULL
         original(partial, final, step, progress)
 
-    checkpoint._finish = finish
+    checkpoint.publish = finish
 
 
 @pytest.mark.parametrize("background", ["true", "false"])

@@ -5,6 +5,7 @@ named there has the size named there.
 """
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -116,3 +117,30 @@ def tidy(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in list(directory.glob(".step_*.partial")):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(partial: Path, final: Path, step: int, progress: dict[str, Any]) -> None:
+    """Make the files written at `partial` the complete checkpoint `final`, in place of one that is there.
+
+    They are flushed to disk, the manifest goes in last, and a rename makes all of it visible at once.
+    """
+    files = {}
+    for path in sorted(partial.iterdir()):
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+        files[path.name] = path.stat().st_size
+    with (partial / MANIFEST).open("w") as handle:
+        json.dump({"format": 1, "step": step, "progress": progress, "files": files}, handle, indent=1)
+        handle.flush()
+        os.fsync(handle.fileno())
+    if final.exists():  # the same step, written again after a rollback
+        stale = stale_path(final)
+        shutil.rmtree(stale, ignore_errors=True)
+        final.rename(stale)
+        partial.rename(final)
+        shutil.rmtree(stale, ignore_errors=True)
+    else:
+        partial.rename(final)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

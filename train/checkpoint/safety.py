@@ -50,9 +50,14 @@ def read_index(path: Path) -> dict[str, tuple[int, ...]]:
 
     Entries that are not tensors are pickles inside the data files: their class (`BytesStorageMetadata`) is refused like any other.
     """
+    return load_index(path)[1]
+
+
+def load_index(path: Path) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """The index itself, torch's `Metadata`, and the shapes of `read_index`, with the same refusals."""
     try:
         with path.open("rb") as file:
             index = _AllowListUnpickler(file, path).load()
-        return {str(name): tuple(entry.size) for name, entry in index.state_dict_metadata.items()}
+        return index, {str(name): tuple(entry.size) for name, entry in index.state_dict_metadata.items()}
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ImportError) as error:
         raise ValueError(f"checkpoint index {path}: it is damaged ({error}); use an earlier checkpoint") from None

@@ -6,8 +6,6 @@ name and nothing else, so another layout reads it. The index (`.metadata`) is a 
 allow-list first (`train.checkpoint.safety`), which also refuses entries that torch would unpickle later.
 """
 
-import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
-from train.checkpoint.directory import MANIFEST, checkpoint_path, manifest_of, partial_path, stale_path
+from train.checkpoint.directory import checkpoint_path, manifest_of, partial_path, publish
 from train.checkpoint.safety import read_index
 from train.engine import optimizer_state, outer_state, random_state
 from train.engine.outer_state import OuterState
@@ -91,7 +89,7 @@ def save(directory: Path, step: int, chunks: list[Any], optimizer: Any, progress
     try:
         _on_first_rank(lambda: _empty_folder(partial))
         save_state_dict(_storable(chunks, optimizer, outer), **_writing(partial))
-        _on_first_rank(lambda: _finish(partial, final, step, progress))
+        _on_first_rank(lambda: publish(partial, final, step, progress))
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         raise _not_written(final, partial, error) from error
     return final
@@ -157,7 +155,7 @@ class BackgroundSaver:
             try:
                 done.result()
                 if dist.get_rank() == 0:
-                    _finish(partial, final, step, progress)
+                    publish(partial, final, step, progress)
                     then()
             except BaseException as error:
                 outcome.set_exception(error)
@@ -295,29 +293,6 @@ def _writing(folder: Path, *, staged: bool = False) -> dict[str, Any]:
         "storage_writer": FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, overwrite=True, **ahead),
         "planner": MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False),
     }
-
-
-def _finish(partial: Path, final: Path, step: int, progress: dict[str, Any]) -> None:
-    files = {}
-    for path in sorted(partial.iterdir()):
-        with path.open("rb") as handle:
-            os.fsync(handle.fileno())
-        files[path.name] = path.stat().st_size
-    with (partial / MANIFEST).open("w") as handle:
-        json.dump({"format": 1, "step": step, "progress": progress, "files": files}, handle, indent=1)
-        handle.flush()
-        os.fsync(handle.fileno())
-    if final.exists():  # the same step, written again after a rollback
-        stale = stale_path(final)
-        shutil.rmtree(stale, ignore_errors=True)
-        final.rename(stale)
-        partial.rename(final)
-        shutil.rmtree(stale, ignore_errors=True)
-    else:
-        partial.rename(final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def _read(state: dict[str, Any], path: Path) -> dict[str, Any]:
