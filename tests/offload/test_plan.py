@@ -118,6 +118,10 @@ def test_auto_is_resolved_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> Non
         (("offload.fraction=0.5",), "offload.fraction=0.5: nothing is on the host with offload.mode=none; leave it out"),
         (("offload=auto", "offload.fraction=0.5"), "offload.fraction=0.5: offload.mode=auto chooses its own; leave it out"),
         (("offload=stream", "parallel.distributed_optimizer=false"), "offload.mode=stream: offloaded states are those of"),
+        (("offload=cpu_step", "offload.prefetch=false"), "offload.prefetch=false: only offload=stream brings states ahead of the step"),
+        (("offload.prefetch=false",), "offload.prefetch=false: only offload=stream brings states ahead of the step"),
+        (("offload=stream", "offload.cpu_adam=auto"), "offload.cpu_adam=auto: only offload=cpu_step updates on the host"),
+        (("offload=cpu_step", "offload.cpu_adam=apex"), "offload.cpu_adam=apex: there is no such choice"),
     ],
 )
 def test_what_cannot_be_is_refused(overrides: tuple[str, ...], words: str) -> None:
