@@ -76,6 +76,14 @@ class SiteRouter(TopKRouter):
             self.register_buffer("bias_load", torch.zeros(moe.experts, dtype=torch.int64, device=device), persistent=False)
         self.listeners: list[RoutingListener] = []
 
+    def gating(self, input: Tensor) -> Tensor:
+        """Scores of all experts, (..., E) fp32 or in the input's precision, as `moe_router_dtype` says."""
+        if input.numel():
+            scores: Tensor = super().gating(input)
+            return scores
+        # Core's function cannot reshape nothing; the weight still gets its zeros.
+        return F.linear(input, self.weight).to(torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype)
+
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Scores (s, b, E) -> gate probabilities and routing map over the slots, (s * b, slots).
 
@@ -159,7 +167,7 @@ def _renormalised(logits: Tensor, kept: Tensor) -> Tensor:
     return logits.masked_fill(~kept & ~empty, -torch.inf).softmax(-1) * kept
 
 
-def update_biases(modules: Iterable[nn.Module], group: dist.ProcessGroup, *, apply: bool) -> None:
+def update_biases(modules: Iterable[nn.Module], group: dist.ProcessGroup | None, *, apply: bool) -> None:
     """After a step, let the selection biases of the routers in `modules` follow the load since the last call (collective).
 
     `group`: the ranks that share these routers. Without `apply` (a step that was skipped) the load is dropped.
@@ -231,6 +239,8 @@ class GroupedSwiGLUExperts(MegatronModule):
 
     global_experts: tuple[int, ...]
     """Global number of each local expert."""
+    frozen_slots: tuple[int, ...]
+    """Local experts that do not learn."""
     trainable: Tensor | None
     """Which of the local experts learn, (local experts,) bool; None: all."""
 
@@ -263,6 +273,7 @@ class GroupedSwiGLUExperts(MegatronModule):
             weight.allreduce = not own_group  # type: ignore[attr-defined]
             # "Parallel" although ETP is 1, as core's own experts say it: the gradient norm must count them on every rank.
             set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=dim, stride=1)
+        self.frozen_slots = ()
         self.register_buffer("trainable", None, persistent=False)
         if config.perform_initialization:
             self.reset_parameters()
@@ -272,7 +283,9 @@ class GroupedSwiGLUExperts(MegatronModule):
 
         An optimiser with weight decay or momentum moves them all the same: whoever steps it must hold them.
         """
-        self.trainable = torch.tensor([expert in trained for expert in self.global_experts], device=self.w_in.device)
+        learns = [expert in trained for expert in self.global_experts]
+        self.frozen_slots = tuple(slot for slot, does in enumerate(learns) if not does)
+        self.trainable = torch.tensor(learns, device=self.w_in.device)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

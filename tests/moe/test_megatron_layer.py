@@ -1,5 +1,6 @@
 """Our experts in Megatron-core's MoELayer: against a naive layer, and the same layer over expert-parallel ranks."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,17 @@ from torch.nn import functional as F
 WIDTH, INNER, EXPERTS, TOKENS = 16, 24, 4, 12
 
 
-def build(ep: int = 1, tp: int = 1, etp: int = 1, layer_number: int = 1, **settings: Any) -> Any:
-    """An MoELayer of core with our spec, fp32, alone on this rank's groups."""
+def build(
+    ep: int = 1,
+    tp: int = 1,
+    etp: int = 1,
+    layer_number: int = 1,
+    moe: Mapping[str, Any] | None = None,
+    resident: Sequence[int] | None = None,
+    trained: Sequence[int] | None = None,
+    **settings: Any,
+) -> Any:
+    """An MoELayer of core with our spec, fp32, alone on this rank's groups; `moe`: changes to its MoeConfig."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
@@ -54,7 +64,9 @@ def build(ep: int = 1, tp: int = 1, etp: int = 1, layer_number: int = 1, **setti
         "init_method_std": 0.3,
     }
     config = TransformerConfig(**{**fields, **settings})
-    spec = moe_layer_spec(MoeConfig(experts=EXPERTS, ffn_width=INNER, shared_width=config.moe_shared_expert_intermediate_size))
+    shape = {"experts": config.num_moe_experts, "top_k": config.moe_router_topk, "ffn_width": INNER}
+    shared = config.moe_shared_expert_intermediate_size
+    spec = moe_layer_spec(MoeConfig(**{**shape, "shared_width": shared, **(moe or {})}), resident, trained)
     torch.manual_seed(5)
     layer = spec(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups(), is_mtp_layer=False)
     layer.set_layer_number(layer_number)

@@ -12,6 +12,7 @@ from megatron.core.transformer.module import Float16Module
 
 from train.config.schema import Config
 from train.engine.core_config import transformer_config
+from train.engine.frozen import hold_frozen
 from train.engine.init import initialize
 from train.engine.layout import ParallelLayout
 from train.engine.model import LanguageModel
@@ -93,10 +94,12 @@ def build_optimizer(config: Config, ranks: Ranks, chunks: list[Any]) -> Any:
     if offloaded:
         micro_batches = ParallelLayout.build(config, ranks.world).micro_batches(config)
         offload(optimizer, config.offload, _threads_of_a_rank(), micro_batches)
-        return optimizer
-    for part in optimizer.chained_optimizers:
-        if part.optimizer is not None:
-            _prepare_adam(part.optimizer)
+    else:
+        for part in optimizer.chained_optimizers:
+            if part.optimizer is not None:
+                _prepare_adam(part.optimizer)
+    if config.moe.mode == "frozen":
+        hold_frozen(chunks, optimizer)
     return optimizer
 
 

@@ -160,7 +160,9 @@ class ParallelLayout:
                 f"must divide the {stage} processes of a pipeline stage (tp {self.tp} x dp {self.dp})",
                 "choose a divisor",
             )
-        if moe.experts % ep:
+        # A site that holds some of the experts shares out those: `check_federation` looks at each layer.
+        some = config.federation.sites > 1 and moe.mode in ("skip", "mask")
+        if moe.experts % ep and not some:
             raise ConfigError("parallel.ep", ep, f"must divide moe.experts={moe.experts}", "choose a divisor, or another number of experts")
         if self.tp > 1 and not self.sp:
             rule = f"experts with parallel.tp={self.tp} need sequence parallelism, or ranks would route the same tokens twice"

@@ -84,17 +84,26 @@ class LanguageModel(LanguageModule):
         """Hidden states (s, b, h) from the stage before; core's schedules pass a list of one."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
-    def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor | None = None,
+        targets: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
         """Loss of each token (b, s) float32; logits (b, s, v/tp) without `targets`; hidden states (s, b, h) before the last stage.
 
         tokens, positions, targets: (b, s) int64. cu_seqlens: (n + 1,) int32 document bounds over the flattened b * s tokens,
-        or None when each row is one document.
+        or None when each row is one document. loss_mask: (b, s), above 0 where a target counts; routers take their losses over
+        the same tokens, over all of them without it.
         """
         hidden = self.embedding(input_ids=tokens, position_ids=positions) if self.pre_process else None
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=cu_seqlens,
             rotary_pos_emb=rope.cos_sin(positions, self.config.kv_channels, self.rope_base),
+            padding_mask=self._unweighted(loss_mask),
         )
         if not self.post_process:
             return hidden
@@ -104,6 +113,13 @@ class LanguageModel(LanguageModule):
         if targets is None:
             return logits.transpose(0, 1).contiguous()
         return self.compute_language_model_loss(targets, logits)
+
+    def _unweighted(self, loss_mask: Tensor | None) -> Tensor | None:
+        """Tokens of this rank without weight in the loss, (b, s) bool or with sequence parallelism (b, s/tp); core's padding mask."""
+        if loss_mask is None or not self.config.num_moe_experts:
+            return None
+        unweighted, tp = loss_mask <= 0, self.pg_collection.tp
+        return unweighted.chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else unweighted
 
     def _mask_padding(self, logits: Tensor) -> Tensor:
         # Padded entries must not take probability: the loss would depend on the tensor-parallel size.

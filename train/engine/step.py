@@ -50,7 +50,7 @@ def _loss(batch: Batch, sums: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, d
 
 def _forward_step(sums: Tensor, iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Callable]:
     batch = next(iterator)
-    output = model(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets)
+    output = model(batch.tokens, batch.positions, batch.cu_seqlens, batch.targets, batch.loss_mask)
     return output, functools.partial(_loss, batch, sums)
 
 
@@ -112,7 +112,16 @@ def train_step(
         for group in optimizer.param_groups:
             group["lr"] = lr
         clip_and_step(optimizer, norm)
+    _balance(chunks, ranks, updated)
     return StepResult(loss_sum / max(tokens, 1.0), int(tokens), target_bytes, norm, updated, tuple(flag > 0 for flag in told))
+
+
+def _balance(chunks: list[Any], ranks: Ranks, updated: bool) -> None:
+    """Let the routers' selection biases follow the step's load; not that of a step that was skipped."""
+    if chunks[0].config.num_moe_experts:
+        from moe.megatron import update_biases
+
+        update_biases(chunks, ranks.groups.tp_dp_cp, apply=updated)
 
 
 def clip_and_step(optimizer: Any, norm: float) -> None:
