@@ -31,6 +31,8 @@ def _check_modes(config: Config) -> None:
         return
     if moe.gate == "kept" and moe.mode != "skip":
         raise ConfigError("moe.gate", "kept", f"has no effect with moe.mode={moe.mode}, which drops nothing", "use moe.gate=full")
+    if moe.gate == "kept" and moe.top_k == 1:
+        raise ConfigError("moe.gate", "kept", "makes the gate of a token's only expert 1, and moe.top_k=1", "use moe.gate=full")
     partial = federation.sites > 1 and federation.replication not in (None, federation.sites)
     if moe.mode == "full" and partial:
         rule = f"federation.replication={federation.replication} leaves experts out at each of {federation.sites} sites"
