@@ -11,6 +11,7 @@ from train.config.errors import ConfigError
 
 S2 = ("attention=s2", "attention.stride=4", "attention.block_size=16")
 MOE = ("moe=mixtral", "moe.experts=4")
+SITES = (*MOE, "federation.sites=2", "federation.replication=1", "moe.mode=skip", "moe.layers=all")
 
 COMPOSITION = [
     ("train.stepz=3", "train.stepz=3: there is no such key; did you mean train.steps?"),
@@ -182,6 +183,16 @@ RULES = [
         "train.global_batch=7: interleaving passes micro-batches in groups of parallel.pp=2, and a step has 7 of them; use a multiple of 2",
     ),
     (2, ("parallel.ep=2",), "parallel.ep=2: expert parallelism needs experts, and moe.experts=0; use parallel.ep=1 or moe=mixtral"),
+    (
+        2, (*SITES, "parallel.ep=2", "moe.experts=6"),
+        "parallel.ep=2: must divide the experts that a site holds, and in block 0 a site holds 3 of 6; "
+        "choose a divisor, or another federation.replication",
+    ),
+    (
+        1, (*SITES, "moe.gate=kept", "moe.top_k=1"),
+        "moe.gate=kept: makes the gate of a token's only expert 1, and moe.top_k=1; use moe.gate=full",
+    ),
+    (1, (*MOE, "moe.gate=kept"), "moe.gate=kept: has no effect with moe.mode=full, which drops nothing; use moe.gate=full"),
     (2, (*MOE, "parallel.ep=4"), "parallel.ep=4: must divide the 2 processes of a pipeline stage (tp 1 x dp 2); choose a divisor"),
     (
         2, (*MOE, "parallel.ep=2", "moe.experts=5"),
@@ -233,6 +244,14 @@ def test_every_remedy_for_a_number_works() -> None:
         with pytest.raises(ConfigError):
             check(compose(overrides), world)
         check(compose([*overrides, remedy]), world)
+
+
+def test_expert_parallel_ranks_share_out_what_a_site_holds() -> None:
+    """9 experts do not divide by 2, the 6 of each of three sites do."""
+    sites = ("moe=mixtral", "moe.experts=9", "moe.mode=skip", "federation.sites=3", "federation.replication=2", "train.global_batch=48")
+    check(compose([*sites, "parallel.ep=2"]), 2)
+    with pytest.raises(ConfigError, match=r"must divide moe\.experts=9"):
+        check(compose([*sites[:2], "parallel.ep=2"]), 2)
 
 
 def test_damaged_and_foreign_data_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
