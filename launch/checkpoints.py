@@ -1,4 +1,4 @@
-"""`leantron checkpoints <run>`: step, size, whether complete, and whether kept for good, of each of a run's checkpoints."""
+"""`leantron checkpoints <run>`: step, size, whether complete, and whether kept for good, of each of a run's checkpoints, site by site."""
 
 from pathlib import Path
 
@@ -7,26 +7,37 @@ from rich.table import Table
 
 from train.checkpoint.directory import CHECKPOINTS, is_permanent, list_checkpoints, manifest_of
 from train.config.compose import load_config
+from train.config.place import site_dirs
 
 
 def show_checkpoints(run_dir: Path, console: Console | None = None) -> int:
-    """Print the table, oldest first; returns 0 when there is a complete one to go on from, else 1."""
+    """Print the table, oldest first; returns 0 when every site has a complete one to go on from, else 1."""
     console = console or Console(highlight=False)
-    rows = checkpoint_rows(run_dir)
+    places = site_dirs(run_dir)
+    usable = []
+    for place in places:
+        if place != run_dir:
+            console.print(f"site {place.name}", soft_wrap=True)
+        usable.append(_show(place, console))
+    return 0 if all(usable) else 1
+
+
+def _show(place: Path, console: Console) -> bool:
+    rows = checkpoint_rows(place)
     if not rows:
-        console.print(f"{run_dir}: no checkpoints", soft_wrap=True)
-        return 1
+        console.print(f"{place}: no checkpoints", soft_wrap=True)
+        return False
     table = Table(box=None, pad_edge=False)
     for name in ("step", "size", "state", "kept"):
         table.add_column(name, justify="right" if name in ("step", "size") else "left", overflow="fold")
     for step, size, state, kept in rows:
         table.add_row(f"{step:,}", f"{size / 2**20:,.1f} MiB", state, kept)
     console.print(table)
-    return 0 if any(state == "complete" for _, _, state, _ in rows) else 1
+    return any(state == "complete" for _, _, state, _ in rows)
 
 
 def checkpoint_rows(run_dir: Path) -> list[tuple[int, int, str, str]]:
-    """(step, bytes, `complete` or what is wrong, `for good` or how it is kept) of each checkpoint, oldest first."""
+    """(step, bytes, `complete` or what is wrong, `for good` or how it is kept) of each checkpoint of a run or a site, oldest first."""
     config = load_config(run_dir / "config.yaml").checkpoint
     found = []
     for step, path in list_checkpoints(run_dir / CHECKPOINTS):

@@ -57,20 +57,31 @@ def checkpoints(rest: Sequence[str]) -> int:
 def report(rest: Sequence[str]) -> int:
     """`leantron report <run>`."""
     if wants_help(rest):
-        print("usage: leantron report <run>\n\nDraw a run's curves and patterns into <run>/report/index.html.")
+        print("usage: leantron report <run>\n\nDraw a run's curves and patterns into <run>/report/index.html, one for each site.")
         return 0
     run_dir = existing_run(rest, "report")
-    from train.report import write_report
+    from train.report import write_reports
 
-    print(write_report(run_dir))
+    for page in write_reports(run_dir):
+        print(page)
     return 0
 
 
 def doctor(rest: Sequence[str]) -> int:
     """`leantron doctor`."""
     if wants_help(rest):
-        print("usage: leantron doctor\n\nWhat this machine offers: devices, packages, attention back ends.")
+        print(
+            "usage: leantron doctor [--bandwidth]\n\nWhat this machine offers: devices, packages, attention back ends.\n\n"
+            "  --bandwidth  measure the link between host and GPU and the host's Adam instead; the plan of offload takes them from then on"
+        )
         return 0
+    for argument in rest:
+        if argument != "--bandwidth":
+            raise ConfigError(argument.partition("=")[0], argument.partition("=")[2], "`leantron doctor` does not take it", "leave it out")
+    if rest:
+        from launch.bandwidth import bandwidth
+
+        return bandwidth()
     from launch.doctor import doctor as examine
 
     return examine()

@@ -1,4 +1,4 @@
-"""The output of rank 0: live to the user's terminal, and as plain lines to `logs/rank_0.log`.
+"""The output of rank 0: live to the user's terminal, and as plain lines to `logs/rank_0.log`. Of several sites the first one speaks.
 
 When our own output is a terminal, rank 0 gets a pseudo-terminal of the same size, so that its progress line is drawn as if it had the
 real one; otherwise it gets a pipe. The log keeps finished lines only: what a carriage return or an erased line overwrites is left out.
@@ -121,6 +121,23 @@ class Terminal:
             if error.errno == errno.EIO:  # Linux: the last holder of a pseudo-terminal has closed it
                 return b""
             raise
+
+
+class LogOnly:
+    """The ends of a site whose output goes to its log alone; the same methods as `Terminal`."""
+
+    def __init__(self, log: Path) -> None:
+        self.stdout = self.stderr = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def resize(self) -> None:
+        """A log has no size."""
+
+    def handed_over(self) -> None:
+        """Close our copy of the end that the child has by now."""
+        os.close(self.stdout)
+
+    def close(self, wait: float = 2.0) -> None:
+        """Nothing is left to copy."""
 
 
 def _forward(descriptor: int, data: bytes) -> None:

@@ -4,9 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from launch.devices import check_devices, visible_gpus
-from launch.torchrun import WORKER, start
+from launch.sites import REAL, Programs, placement, run_claimed
 from train.config.errors import ConfigError
-from train.config.place import claim
 from train.config.plan import make_plan
 from train.config.publish import SWEEP_FLAGS, prepare
 from train.config.resume import compose_run
@@ -14,10 +13,10 @@ from train.config.schema import Config
 from train.engine.layout import processes_of_host, processes_of_site
 
 
-def pretrain(argv: Sequence[str], worker: Sequence[str] = WORKER) -> int:
+def pretrain(argv: Sequence[str], programs: Programs = REAL) -> int:
     """Run the command; returns the exit code. Raises ConfigError before anything is written or started.
 
-    `worker`: what torchrun starts on each process (tests put a small module there).
+    `programs`: what is started on each process (tests put small modules there).
     """
     from launch.plan import show_plan
 
@@ -30,15 +29,18 @@ def pretrain(argv: Sequence[str], worker: Sequence[str] = WORKER) -> int:
     if any(flag in options for flag in SWEEP_FLAGS):
         from launch.sweep import sweep
 
-        return sweep(overrides, dry_run=dry_run, worker=worker)
+        return sweep(overrides, dry_run=dry_run, programs=programs)
     config = plan_run(overrides)
     plan = make_plan(config, processes_of_site(config))
     show_plan(config, plan)
+    where = placement(config)
+    if where is not None:
+        plan["placement"] = where
+        print(f"sites: {where}")
     if dry_run:
         return 0
     sys.stdout.flush()
-    run_dir, attempt = claim(config, plan)
-    return start(run_dir, attempt, processes_of_host(config), worker, config.train.max_restarts)
+    return run_claimed(config, plan, programs)[1]
 
 
 def plan_run(overrides: Sequence[str]) -> Config:
@@ -49,7 +51,6 @@ def plan_run(overrides: Sequence[str]) -> Config:
         rule = "the launcher starts the processes of one host"
         remedy = "start `torchrun --nnodes=... --nproc-per-node=... -m train.pretrain <overrides>` on each host"
         raise ConfigError("parallel.hosts", parallel.hosts, rule, remedy)
-    processes = processes_of_host(composed)
-    config = prepare(overrides, processes_of_site(composed), processes, 1)
-    check_devices(processes, visible_gpus(), config.attention.backend)
+    config = prepare(overrides, processes_of_site(composed), processes_of_host(composed), 1)
+    check_devices(config, visible_gpus())
     return config

@@ -27,31 +27,31 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from launch.devices import check_devices, visible_gpus
-from launch.torchrun import WORKER, start
+from launch.sites import REAL, Programs, run_claimed
 from train.config.check import check
 from train.config.compose import HYDRA_VERSION_BASE, compose, from_container, register_defaults, validate_overrides
 from train.config.errors import ConfigError
-from train.config.place import RUNS_DIR, check_place, claim, named, read_status
+from train.config.place import RUNS_DIR, check_place, named, read_status, site_dirs
 from train.config.plan import make_plan
 from train.config.schema import Config
 from train.engine.layout import processes_of_host, processes_of_site
 
 
-def sweep(overrides: Sequence[str], dry_run: bool = False, worker: Sequence[str] = WORKER) -> int:
+def sweep(overrides: Sequence[str], dry_run: bool = False, programs: Programs = REAL) -> int:
     """Run a sweep; returns 0, or 1 when a job failed. Raises ConfigError before the first job when one of them cannot run."""
     name, given = _sweep_name(overrides)
     jobs = _known_jobs([*overrides, *given])
-    places = [_checked(compose(job), number).run.dir for number, job in enumerate(jobs)]
+    places = [Path(_checked(compose(job), number).run.dir or "") for number, job in enumerate(jobs)]
     if dry_run:
         for number, (place, job) in enumerate(zip(places, jobs, strict=True)):
             print(f"job {number}: {place}  {' '.join(text for text in job if text not in given)}")
         return 0
-    task = partial(run_job, worker=tuple(worker))
+    task = partial(run_job, programs=programs)
     try:
         with _hydra() as hydra:
             hydra.multirun(config_name="config", task_function=task, overrides=[*_hydra_settings(overrides, name), *overrides, *given])
     except JobFailed as error:
-        print(f"sweep {name}: {_failed(name)}; the last one: {error}", file=sys.stderr)
+        print(f"sweep {name}: {_failed(places)}; the last one: {error}", file=sys.stderr)
         return 1
     except HydraException as error:
         raise ConfigError("-m", " ".join(overrides), f"the sweep cannot start ({error})", "correct the override") from error
@@ -62,17 +62,17 @@ class JobFailed(RuntimeError):
     """A job of a sweep ended with another exit code than 0."""
 
 
-def run_job(composed: DictConfig, worker: Sequence[str]) -> float | None:
-    """Hydra's task: run one job to its end and return its last validation loss (None when it had no validation).
+def run_job(composed: DictConfig, programs: Programs) -> float | None:
+    """Hydra's task: run one job, all its sites, to its end and return its last validation loss (None when it had no validation).
 
     Raises JobFailed, which Hydra's sweepers take as a failed trial.
     """
     number = int(HydraConfig.get().job.num)
     config = _checked(from_container(composed), number)
-    run_dir, attempt = claim(config, make_plan(config, processes_of_site(config)))
-    print(f"job {number}: {run_dir}  {' '.join(HydraConfig.get().overrides.task)}", flush=True)
-    code = start(run_dir, attempt, processes_of_host(config), worker, config.train.max_restarts)
-    if read_status(run_dir).get("state") in ("stopped", "preempted"):
+    overrides = " ".join(HydraConfig.get().overrides.task)
+    plan = make_plan(config, processes_of_site(config))
+    run_dir, code = run_claimed(config, plan, programs, lambda place: print(f"job {number}: {place}  {overrides}", flush=True))
+    if any(read_status(place).get("state") in ("stopped", "preempted") for place in site_dirs(run_dir)):
         raise KeyboardInterrupt
     if code != 0:
         raise JobFailed(f"job {number}, {run_dir}, ended with exit code {code}")
@@ -80,13 +80,12 @@ def run_job(composed: DictConfig, worker: Sequence[str]) -> float | None:
 
 
 def last_validation(run_dir: Path) -> float | None:
-    """Return the last `val_loss` of the run's `metrics.jsonl`, None when there is none."""
-    path = run_dir / "metrics.jsonl"
-    loss = None
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            loss = json.loads(line).get("val_loss", loss)
-    return loss
+    """Return the last `val_loss` of the run's `metrics.jsonl`, the mean over its sites; None when there is none."""
+    losses = []
+    for path in (place / "metrics.jsonl" for place in site_dirs(run_dir)):
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        losses += [line["val_loss"] for line in map(json.loads, lines) if "val_loss" in line][-1:]
+    return sum(losses) / len(losses) if losses else None
 
 
 def _checked(config: Config, number: int) -> Config:
@@ -95,9 +94,12 @@ def _checked(config: Config, number: int) -> Config:
         raise ConfigError("resume", config.resume, "a sweep makes new runs", "resume one run without -m")
     if config.parallel.hosts != 1:
         raise ConfigError("parallel.hosts", config.parallel.hosts, "the launcher starts the processes of one host", "use parallel.hosts=1")
+    if config.federation.site is not None:
+        rule = "a sweep starts all sites of its jobs on this host"
+        raise ConfigError("federation.site", config.federation.site, rule, "leave it out, or run the jobs one by one")
     config = replace(config, parallel=replace(config.parallel, processes=processes_of_host(config)))
-    check_devices(processes_of_host(config), visible_gpus(), config.attention.backend)
     config = check(config, processes_of_site(config))
+    check_devices(config, visible_gpus())
     run = replace(config.run, name=f"{config.run.name}_{number}", dir=f"{config.run.dir}_{number}" if config.run.dir else None)
     config = named(replace(config, run=run))
     check_place(config)
@@ -175,7 +177,10 @@ class _hydra:
             GlobalHydra.instance().hydra = self._before
 
 
-def _failed(name: str) -> str:
-    folder = Path(RUNS_DIR)
-    failed = sorted(path.name for path in folder.glob(f"{name}_*") if read_status(path).get("state") == "failed")
+def _failed(places: Sequence[Path]) -> str:
+    """How many of the sweep's runs failed; `places` are those known beforehand, a sweeper may have added some with higher numbers."""
+    ran, base = list(places), str(places[0]).removesuffix("_0")
+    while Path(f"{base}_{len(ran)}").is_dir():
+        ran.append(Path(f"{base}_{len(ran)}"))
+    failed = [place.name for place in ran if read_status(place).get("state") == "failed"]
     return f"{len(failed)} of its runs failed ({', '.join(failed)})"

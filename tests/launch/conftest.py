@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STUB = Path(__file__).with_name("stub_worker.py")
+STUB, SERVER = Path(__file__).with_name("stub_worker.py"), Path(__file__).with_name("stub_server.py")
 _CODE = f"""
 import sys
 from launch import cli, pretrain
-pretrain.pretrain.__defaults__ = (({str(STUB)!r},),)
+from launch.sites import Programs
+pretrain.pretrain.__defaults__ = (Programs(({str(STUB)!r},), ({str(SERVER)!r},)),)
 sys.exit(cli.main(["pretrain", *sys.argv[1:]]))
 """
 
@@ -34,18 +35,20 @@ class Launcher:
         kept = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "LEANTRON_AGENT_PID")}
         return {**kept, "PYTHONPATH": str(ROOT), **extra}
 
-    def start(self, *overrides: str, plan: dict[str, str] | None = None, **popen: Any) -> "subprocess.Popen[str]":
+    def start(
+        self, *overrides: str, plan: dict[str, str] | None = None, extra: dict[str, str] | None = None, **popen: Any
+    ) -> "subprocess.Popen[str]":
         """Start it, output piped unless `popen` says otherwise."""
         command = [sys.executable, "-c", _CODE, *overrides]
-        environment = self.environment(STUB_PLAN=json.dumps(plan or {}))
+        environment = self.environment(STUB_PLAN=json.dumps(plan or {}), **(extra or {}))
         settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | popen
         process = subprocess.Popen(command, cwd=self.folder, env=environment, **settings)
         self.started.append(process)
         return process
 
-    def run(self, *overrides: str, plan: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-        """Run it to its end."""
-        process = self.start(*overrides, plan=plan)
+    def run(self, *overrides: str, plan: dict[str, str] | None = None, **extra: str) -> "subprocess.CompletedProcess[str]":
+        """Run it to its end, with `extra` in its environment."""
+        process = self.start(*overrides, plan=plan, extra=extra)
         out, err = process.communicate(timeout=120)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

@@ -7,17 +7,25 @@ import sys
 import time
 from pathlib import Path
 
-from train.config.place import write_status
+from train.config.compose import load_config
+from train.config.place import read_status, write_status
 from train.worker import worker
 
 config = Path(sys.argv[sys.argv.index("--config") + 1])
 run_dir, rank = config.parent, int(os.environ["RANK"])
 plan = json.loads(os.environ.get("STUB_PLAN", "{}"))
+attempt = read_status(run_dir)["attempt"]
+federation = load_config(config).federation
 
 with worker(run_dir, rank):
     print(f"stub rank {rank} of {os.environ['WORLD_SIZE']}, threads {os.environ['OMP_NUM_THREADS']}, tty {sys.stdout.isatty()}", flush=True)
     (run_dir / f"pid_{rank}").write_text(str(os.getpid()))
-    action = plan.get(str(rank))
+    if federation.site is not None:
+        about = {"cores": sorted(os.sched_getaffinity(0)), "endpoint": federation.endpoint, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        (run_dir / f"about_{rank}").write_text(json.dumps(about | {"gloo": os.environ.get("GLOO_SOCKET_IFNAME")}))
+    action = plan.get(f"{federation.site}/{rank}", plan.get(str(rank)))
+    if action == "kill once":
+        action = "kill" if attempt == 1 else None
     if action == "raise":
         raise RuntimeError("the stub was told to fail")
     if action == "kill":
@@ -27,7 +35,7 @@ with worker(run_dir, rank):
 
         def leave(*_: object) -> None:
             if rank == 0:
-                write_status(run_dir, state="preempted", attempt=1, exit_code=0, step=7)
+                write_status(run_dir, state="preempted", attempt=attempt, exit_code=0, step=7)
             sys.exit(0)
 
         signal.signal(signal.SIGTERM, leave)

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.devices import check_devices, visible_gpus
 from launch.output import PlainLines
 from launch.packages import ROOT, shadowed
 from launch.plan import layer_lines
 from launch.torchrun import child_environment, command
-from train.config.errors import ConfigError
 
 
 def plain(*pieces: bytes) -> bytes:
@@ -50,27 +48,6 @@ def test_an_endless_line_does_not_grow() -> None:
     assert stream.getvalue() == b"step 19999\n"
 
 
-def test_visible_gpus(tmp_path: Path) -> None:
-    assert visible_gpus({}, tmp_path) == 0
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    assert visible_gpus({}, tmp_path) == 2
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
-
-
-def test_more_processes_than_gpus_are_refused() -> None:
-    check_devices(4, 0)
-    check_devices(2, 2)
-    with pytest.raises(ConfigError) as caught:
-        check_devices(2, 1)
-    assert str(caught.value) == (
-        "parallel.processes=2: this host shows 1 GPU, and each process needs its own; "
-        "use 1 or fewer, or CUDA_VISIBLE_DEVICES= to run on the CPU"
-    )
-
-
 def test_our_packages_are_ours() -> None:
     assert shadowed() == {}
 
@@ -105,10 +82,3 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path: Path) -> 
         lines = PlainLines(full)
         lines.feed(b"one\ntwo\nthree")
         lines.close()
-
-
-@pytest.mark.parametrize("backend", ["triton", "flex"])
-def test_a_back_end_that_needs_a_gpu_is_refused_on_a_cpu(backend: str) -> None:
-    check_devices(1, 1, backend)
-    with pytest.raises(ConfigError, match=f"attention.backend={backend}: this host shows no GPU.*; use attention.backend=auto"):
-        check_devices(1, 0, backend)

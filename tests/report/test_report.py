@@ -119,7 +119,7 @@ def test_what_is_missing_is_named_in_one_line(make_run: Callable[..., Path], tmp
         (no_lines, "metrics.jsonl has no line of figures yet; wait for the first step"),
     )
     for run_dir, message in cases:
-        assert main([str(run_dir)]) == 1
+        assert main([str(run_dir)]) == 2
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1
         assert said.err.startswith(f"leantron report: run={run_dir}: {message}")

@@ -16,6 +16,9 @@ def check_federation(config: Config) -> None:
             if getattr(federation, key) is not None:
                 rule = "has no effect in a run of one site"
                 raise ConfigError(f"federation.{key}", getattr(federation, key), rule, "leave it out, or set federation.sites=2 or more")
+        if federation.share_gpus:
+            rule = "lets several sites share a GPU, and federation.sites=1"
+            raise ConfigError("federation.share_gpus", True, rule, "leave it out, or set federation.sites=2 or more")
         if federation.replication not in (None, 1):
             rule = "each expert has as many holders as there are sites at most, and federation.sites=1"
             raise ConfigError("federation.replication", federation.replication, rule, "leave it out, or set federation.sites")

@@ -2,7 +2,9 @@
 
     runs/<name>/config.yaml · plan.json · status.json · metrics.jsonl · checkpoints/ · wandb/ · logs/rank_*.log · report/
 
-A directory belongs to a run as soon as its `config.yaml` exists; that file is linked into place, which only one process can do.
+A directory belongs to a run as soon as its `config.yaml` exists; that file is linked into place, which only one process can do. In a
+run of several sites each site has a directory of the same kind, `runs/<name>/sites/<k>/`; the run's own then holds what they share and
+a `status.json` that is put together from theirs.
 """
 
 import contextlib
@@ -10,21 +12,47 @@ import fcntl
 import json
 import os
 import re
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from train.config.compose import dump_config, write_atomic
+from train.config.compose import dump_config, load_config, write_atomic
 from train.config.errors import ConfigError
 from train.config.schema import Config
+from train.config.sites import check_agreement, run_config, site_config, with_shared
 
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
 STATUS_FILE = "status.json"
 LOCK_FILE = ".lock"
+TURN_FILE = ".turn"
+TURN_SECONDS = 10.0
+"""How long a site waits for its turn to change what the sites share."""
 RUNS_DIR = "runs"
+SITES_DIR = "sites"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
+_SHOWN = ("state", "attempt", "exit_code", "step", "signal", "failed_rank", "reason")
+
+
+def site_dir(run_dir: Path, site: int) -> Path:
+    """Where site `site` of a run of several sites writes."""
+    return run_dir / SITES_DIR / str(site)
+
+
+def site_dirs(run_dir: Path) -> list[Path]:
+    """The directories in which the sites of a run write, by number, as far as they are on this file system; `[run_dir]` of one site."""
+    found = [path for path in (run_dir / SITES_DIR).glob("*") if path.name.isdigit() and (path / CONFIG_FILE).is_file()]
+    return sorted(found, key=lambda path: int(path.name)) or [run_dir]
+
+
+def run_of(place: Path) -> Path:
+    """The run's directory: of a site's directory the one it is in, of another the directory itself."""
+    inside = place.parent.name == SITES_DIR and place.name.isdigit() and (place.parent.parent / CONFIG_FILE).is_file()
+    return place.parent.parent if inside else place
 
 
 def named(config: Config) -> Config:
@@ -38,6 +66,9 @@ def named(config: Config) -> Config:
     if run.dir is not None:
         name = Path(run.dir).name
         return replace(config, run=replace(run, name=name if _NAME.fullmatch(name) else "run"))
+    if config.federation.site is not None:
+        rule = "sites that are started one by one belong to one run by its name"
+        raise ConfigError("run.name", None, rule, "give every site the same run.name")
     base = time.strftime("run-%Y%m%d-%H%M%S")
     name, count = base, 1
     while Path(RUNS_DIR, name).exists():
@@ -61,8 +92,12 @@ def check_place(config: Config) -> None:
     run_dir = Path(config.run.dir or "")
     key, value = ("run.dir", config.run.dir) if config.run.name is None else ("run.name", config.run.name)
     if (run_dir / CONFIG_FILE).exists():
-        raise _taken(key, value, run_dir)
-    if run_dir.is_dir() and any(run_dir.iterdir()):
+        if config.federation.site is None:
+            raise _taken(key, value, run_dir)
+        _check_site(config, run_dir)
+        return
+    here = [entry for entry in run_dir.iterdir() if not _made_by_another_site(config, entry)] if run_dir.is_dir() else []
+    if here:
         raise ConfigError("run.dir", run_dir, "the folder is not empty and holds no run", "choose another run.name or run.dir")
     existing = run_dir
     while not existing.exists() and existing != existing.parent:
@@ -73,29 +108,42 @@ def check_place(config: Config) -> None:
         raise ConfigError("run.dir", run_dir, f"{existing} is not writable", "choose another run.dir, or make it writable")
 
 
+def _made_by_another_site(config: Config, entry: Path) -> bool:
+    """Whether an entry of the run's directory may be there before its `config.yaml` is, as another site is just claiming it."""
+    return config.federation.site is not None and entry.name.startswith(".")
+
+
 def _taken(key: str, value: object, run_dir: Path) -> ConfigError:
     return ConfigError(key, value, f"{run_dir} is used by another run", f"choose another run.name, or go on with it: resume={run_dir}")
+
+
+def _check_site(config: Config, run_dir: Path) -> None:
+    """Raise ConfigError unless the run in `run_dir` is the one that this new site belongs to, and has room for it."""
+    check_agreement(config, load_config(run_dir / CONFIG_FILE), f"{run_dir} was made with")
+    site = config.federation.site
+    assert site is not None
+    if (site_dir(run_dir, site) / CONFIG_FILE).exists():
+        if _is_held(site_dir(run_dir, site)):
+            rule = f"this site of {run_dir} is going on in another process"
+            raise ConfigError("federation.site", site, rule, "give every site a number of its own")
+        rule = f"{run_dir} has had this site before"
+        remedy = f"go on with it: resume={run_dir} federation.site={site}; or choose another run.name"
+        raise ConfigError("federation.site", site, rule, remedy)
 
 
 def claim(config: Config, plan: dict[str, Any]) -> tuple[Path, int]:
     """Make the run's directory with `config.yaml`, `plan.json` and `status.json`; return it and the number of this attempt (from 1).
 
     With `resume` the directory is there: its `config.yaml` is replaced, the earlier one kept as `config_<attempt>.yaml`.
-    Of several processes that claim one directory exactly one succeeds; the others raise ConfigError.
+    Of several processes that claim one directory exactly one succeeds; the others raise ConfigError. With `federation.site` the
+    directory is that site's, and the run's own is made by whichever site comes first.
     """
     run_dir = Path(config.resume or config.run.dir or "")
     try:
-        if config.resume is not None:
-            hold(run_dir)
-            attempt = int(read_status(run_dir).get("attempt", 1)) + 1
-            write_atomic(run_dir / f"config_{attempt - 1}.yaml", (run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-            dump_config(config, run_dir / CONFIG_FILE)
+        if config.federation.site is None:
+            attempt = _take(config, run_dir, plan)
         else:
-            attempt = 1
-            run_dir.mkdir(parents=True, exist_ok=True)
-            _claim_new(config, run_dir)
-            hold(run_dir)
-        write_atomic(run_dir / PLAN_FILE, json.dumps(plan, indent=2) + "\n")
+            run_dir, attempt = _take_site(config, run_dir, plan)
     except OSError as error:
         raise ConfigError(
             "run.dir", run_dir, f"cannot be written ({error.strerror})", "choose another run.dir, or make it writable"
@@ -104,47 +152,149 @@ def claim(config: Config, plan: dict[str, Any]) -> tuple[Path, int]:
     return run_dir, attempt
 
 
+def _take(config: Config, place: Path, plan: dict[str, Any]) -> int:
+    """Take `place` for a new run or one that goes on; returns the number of the attempt."""
+    if config.resume is not None and (place / CONFIG_FILE).is_file():
+        hold(place)
+        attempt = int(read_status(place).get("attempt", 1)) + 1
+        write_atomic(place / f"config_{attempt - 1}.yaml", (place / CONFIG_FILE).read_text(encoding="utf-8"))
+        dump_config(config, place / CONFIG_FILE)
+    else:
+        attempt = 1
+        place.mkdir(parents=True, exist_ok=True)
+        _claim_new(config, place)
+        hold(place)
+    write_atomic(place / PLAN_FILE, json.dumps(plan, indent=2) + "\n")
+    return attempt
+
+
+def _take_site(config: Config, run_dir: Path, plan: dict[str, Any]) -> tuple[Path, int]:
+    """Take one site's directory, and make the run's own or agree with it."""
+    site = config.federation.site
+    assert site is not None
+    place = site_dir(run_dir, site)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    hold(run_dir, shared=True)
+    with _turn(run_dir):
+        if config.resume is None:
+            if not (run_dir / CONFIG_FILE).exists():
+                write_atomic(run_dir / PLAN_FILE, json.dumps(plan, indent=2) + "\n")
+                with contextlib.suppress(ConfigError):  # a run of one site was quicker: the next line says so
+                    _claim_new(run_config(config), run_dir)
+            _check_site(config, run_dir)
+            return place, _take(config, place, plan)
+        place.mkdir(parents=True, exist_ok=True)
+        hold(place)
+        for other in site_dirs(run_dir):
+            if other != place and _is_held(other):
+                check_agreement(config, load_config(other / CONFIG_FILE), f"site {other.name} is going on with")
+        dump_config(with_shared(load_config(run_dir / CONFIG_FILE), config), run_dir / CONFIG_FILE)
+        return place, _take(config, place, plan)
+
+
+def claim_sites(config: Config, run_dir: Path, endpoint: str, plan: dict[str, Any]) -> list[tuple[Path, int]]:
+    """In a claimed run of several sites: make or renew each site's directory; return them with the numbers of their attempts."""
+    found = []
+    for site in range(config.federation.sites):
+        place = site_dir(run_dir, site)
+        place.mkdir(parents=True, exist_ok=True)
+        own = site_config(config, site, endpoint)
+        attempt = _take(own, place, plan)
+        write_status(place, state="running", attempt=attempt)
+        found.append((place, attempt))
+    return found
+
+
 _held: dict[Path, IO[str]] = {}
 
 
-def hold(run_dir: Path) -> None:
+def hold(place: Path, shared: bool = False) -> None:
     """Take the run for the life of this process, so that nobody else goes on with it meanwhile; ConfigError when somebody has it.
 
-    The system lets go of the lock when the process ends, however it ends. A process may take a run again.
+    `shared`: together with others that take it so, as sites do that are started one by one. The system lets go of the lock when the
+    process ends, however it ends. A process may take a run again.
     """
-    place = run_dir.resolve()
-    if place in _held:
+    resolved = place.resolve()
+    if resolved in _held:
         return
-    stream = (place / LOCK_FILE).open("a", encoding="utf-8")
+    stream = (resolved / LOCK_FILE).open("a+", encoding="utf-8")
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         stream.close()
-        raise ConfigError("resume", run_dir, "the run is still going on in another process", "wait for it, or stop it first") from None
-    _held[place] = stream
+        what = f"site {place.name}" if run_of(place) != place else "the run"
+        rule = f"{what} is still going on in another process"
+        raise ConfigError("resume", run_of(place), rule, "wait for it, or stop it first") from None
+    _held[resolved] = stream
+
+
+def _is_held(place: Path) -> bool:
+    """Whether another process has the run or the site."""
+    if not (place / LOCK_FILE).exists():
+        return False
+    with (place / LOCK_FILE).open("a+", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@contextmanager
+def _turn(run_dir: Path) -> Iterator[None]:
+    """Wait for the turn to change what the sites share, for `TURN_SECONDS` at most: a file server that is gone must not stop a run."""
+    with (run_dir / TURN_FILE).open("a+", encoding="utf-8") as stream:
+        end = time.monotonic() + TURN_SECONDS
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+        yield
 
 
 def _claim_new(config: Config, run_dir: Path) -> None:
-    draft = run_dir / f".config.{os.getpid()}.yaml"
+    descriptor, draft = tempfile.mkstemp(dir=run_dir, prefix=".config.")
+    os.close(descriptor)
     try:
         dump_config(config, draft)
         os.link(draft, run_dir / CONFIG_FILE)
     except FileExistsError as error:
         raise _taken("run.name", config.run.name, run_dir) from error
     finally:
-        draft.unlink(missing_ok=True)
+        os.unlink(draft)
 
 
 def write_status(run_dir: Path, *, state: str, attempt: int, **details: Any) -> None:
     """Write `status.json` whole. `state`: `running`, `completed`, `preempted` (saved when asked to stop), `stopped` or `failed`.
 
-    `details` say more. The time of the attempt's start is kept from the file that is replaced.
+    `details` say more. The time of the attempt's start is kept from the file that is replaced. A site's status goes into its run's too.
     """
     before = read_status(run_dir)
     now = time.time()
     started = before.get("started", now) if before.get("attempt") == attempt else now
     status = {"state": state, "attempt": attempt, "started": started, "updated": now, **details}
     write_atomic(run_dir / STATUS_FILE, json.dumps(status, indent=2) + "\n")
+    whole = run_of(run_dir)
+    if whole != run_dir:
+        with _turn(whole):
+            _write_run_status(whole)
+
+
+def _write_run_status(run_dir: Path) -> None:
+    """Put the run's status together from those of its sites, as far as they are on this file system."""
+    before = read_status(run_dir)
+    sites = {path.name: {key: value for key, value in read_status(path).items() if key in _SHOWN} for path in site_dirs(run_dir)}
+    states = [status.get("state", "running") for status in sites.values()]
+    state = next((name for name in ("running", "failed", "stopped", "preempted") if name in states), "completed")
+    status = {"state": state, "attempt": before.get("attempt", 1), "started": before.get("started", time.time()), "updated": time.time()}
+    if state != "running":
+        code = next((site.get("exit_code") for site in sites.values() if site.get("state") == state), 0)
+        status["exit_code"] = code
+    write_atomic(run_dir / STATUS_FILE, json.dumps({**status, "sites": sites}, indent=2) + "\n")
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:

@@ -5,7 +5,8 @@
     python -m train.pretrain train.steps=10                                   # one process, no torchrun
 
 By hand, rank 0 publishes the configuration, or the error, through the rendezvous store before any process group exists; the others
-wait for it (bounded) and, on an error, raise the same one. So exactly one run directory appears, whenever the ranks start.
+wait for it (bounded) and, on an error, raise the same one. So exactly one run directory appears, whenever the ranks start. Each site of a
+run has a torchrun of its own; rank 0 of site 0 serves the address where they meet.
 """
 
 import datetime
@@ -21,10 +22,11 @@ from train.config.check import check
 from train.config.compose import load_config
 from train.config.convert import build, plain
 from train.config.errors import ConfigError, show
-from train.config.place import CONFIG_FILE, check_place, claim, hold, named, read_status, write_status
+from train.config.place import CONFIG_FILE, check_place, claim, hold, named, read_status, run_of, write_status
 from train.config.plan import make_plan
 from train.config.resume import compose_run
 from train.config.schema import Config
+from train.meeting import check_endpoint, serve_by_hand
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -76,7 +78,10 @@ def _from_file(argv: Sequence[str]) -> Resolved:
 
 def prepare(overrides: Sequence[str], world: int, processes: int, hosts: int) -> Config:
     """Compose, check and name a run of `world` processes; nothing is written yet. Raises ConfigError."""
-    config = compose_run(overrides)
+    return _checked(compose_run(overrides), world, processes, hosts)
+
+
+def _checked(config: Config, world: int, processes: int, hosts: int) -> Config:
     config = replace(config, parallel=replace(config.parallel, processes=processes, hosts=hosts))
     config = named(check(config, world))
     check_place(config)
@@ -85,8 +90,17 @@ def prepare(overrides: Sequence[str], world: int, processes: int, hosts: int) ->
 
 def _compose_and_claim(overrides: Sequence[str], world: int, env: Mapping[str, str]) -> Resolved:
     processes = int(env.get("LOCAL_WORLD_SIZE", str(world)))
-    config = prepare(overrides, world, processes, max(1, world // processes))
+    composed = compose_run(overrides)
+    federation = composed.federation
+    if federation.sites > 1 and federation.site is None:
+        rule = f"torchrun starts the processes of one site, and federation.sites={federation.sites}"
+        remedy = "add federation.site=<k> federation.endpoint=<host of site 0>:<port>, or start all sites here with `leantron pretrain`"
+        raise ConfigError("federation.site", None, rule, remedy)
+    config = _checked(composed, world, processes, max(1, world // processes))
+    serves = federation.sites > 1 and check_endpoint(config)
     run_dir, attempt = claim(config, make_plan(config, world))
+    if serves:
+        serve_by_hand(federation, run_dir)
     return Resolved(config=config, run_dir=run_dir, attempt=attempt, resumed=config.resume is not None)
 
 
@@ -130,10 +144,15 @@ def _rank_zero(prepare_run: Callable[[], Resolved]) -> dict[str, Any]:
 
 def _go_on(run_dir: Path) -> Resolved:
     """After torchrun has restarted its workers: the directory is there, made by the workers before."""
+    config = load_config(run_dir / CONFIG_FILE)
+    if config.federation.site is not None:
+        hold(run_of(run_dir), shared=True)
+        if check_endpoint(config):
+            serve_by_hand(config.federation, run_dir)
     hold(run_dir)
     attempt = int(read_status(run_dir).get("attempt", 1)) + 1
     write_status(run_dir, state="running", attempt=attempt)
-    return Resolved(config=load_config(run_dir / CONFIG_FILE), run_dir=run_dir, attempt=attempt, resumed=True)
+    return Resolved(config=config, run_dir=run_dir, attempt=attempt, resumed=True)
 
 
 def _unpack(message: Mapping[str, Any]) -> Resolved:

@@ -1,19 +1,19 @@
 """Going on with a run: its own configuration, plus the overrides that may change on the way."""
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from train.config.compose import compose, load_config
 from train.config.convert import known_keys
 from train.config.errors import ConfigError, show
 from train.config.schema import Config
+from train.config.sites import get, put, site_config
 
 MAY_CHANGE = (
     "train.steps", "train.eval_every", "train.eval_steps", "train.log_every", "train.max_bad_steps", "train.timeout",
     "train.hang_timeout", "train.max_restarts",
-    "data.cache", "resume", "checkpoint.", "tracking.", "parallel.", "offload.",
+    "data.cache", "resume", "checkpoint.", "tracking.", "parallel.", "offload.", "attention.backend",
+    "federation.site", "federation.endpoint", "federation.share_gpus",
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def compose_run(overrides: Sequence[str]) -> Config:
     path = Path(asked.resume, "config.yaml")
     if not path.is_file():
         raise ConfigError("resume", asked.resume, "there is no run: no config.yaml in it", "give the directory of a run")
-    saved = load_config(path)
+    saved = _saved(path, asked.federation.site)
     defaults = compose(())
     named = {text.lstrip("+").partition("=")[0] for text in overrides}
     for key in known_keys():
@@ -44,15 +44,14 @@ def compose_run(overrides: Sequence[str]) -> Config:
     return saved
 
 
-def get(config: Any, key: str) -> Any:
-    """Return the value of a dotted key."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def put(config: Any, key: str, value: Any) -> Any:
-    """Return the dataclass tree with the value of a dotted key replaced."""
-    name, _, rest = key.partition(".")
-    assert is_dataclass(config) and not isinstance(config, type) and name in {field.name for field in fields(config)}
-    return replace(config, **{name: put(getattr(config, name), rest, value) if rest else value})
+def _saved(path: Path, site: int | None) -> Config:
+    """The configuration in a run's `config.yaml`, or that of one of its sites."""
+    run_dir, saved = path.parent, load_config(path)
+    if saved.federation.site is not None:
+        root, number = run_dir.parent.parent, saved.federation.site
+        rule = f"this is site {number} of the run in {root}"
+        raise ConfigError("resume", run_dir, rule, f"write resume={root}, for this site alone with federation.site={number}")
+    if site is None or saved.federation.sites == 1:
+        return saved
+    own = run_dir / "sites" / str(site) / "config.yaml"
+    return load_config(own) if own.is_file() else site_config(saved, site, None)

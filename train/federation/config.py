@@ -39,3 +39,5 @@ class FederationConfig:
     """Number of this site, from 0; null: the launcher starts them all on this host."""
     endpoint: str | None = None
     """`host:port` where the sites meet; null: the launcher serves one on 127.0.0.1. Site 0 serves a given one."""
+    share_gpus: bool = False
+    """Let sites that start on one host share its GPUs when each process cannot have its own: for experiments, not for speed."""

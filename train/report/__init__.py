@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from train.report.cli import main as main
     from train.report.write import write_report as write_report
+    from train.report.write import write_reports as write_reports
 
-_HOMES = {"main": "cli", "write_report": "write"}
-__all__ = ["main", "write_report"]
+_HOMES = {"main": "cli", "write_report": "write", "write_reports": "write"}
+__all__ = ["main", "write_report", "write_reports"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,12 +6,18 @@ from typing import Any
 
 from train.config.compose import load_config
 from train.config.errors import ConfigError
+from train.config.place import site_dirs
 from train.report.curves import curve_pictures, loss_picture
 from train.report.experts import expert_pictures
 from train.report.page import Section, render
 from train.report.patterns import pattern_pictures
 from train.report.summary import configuration_rows, figure_rows
 from train.tracking.readers import RunMetrics, read_metrics
+
+
+def write_reports(run_dir: Path) -> list[Path]:
+    """Write the report of a run, or one for each of its sites; return the pages' paths. Raises ConfigError like `write_report`."""
+    return [write_report(place) for place in site_dirs(Path(run_dir))]
 
 
 def write_report(run_dir: Path) -> Path:
