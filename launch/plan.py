@@ -17,9 +17,10 @@ from train.config.schema import Config
 USAGE = """\
 usage: leantron plan [--json] [<group>=<option> ...] [<key>=<value> ...]
 
-Check a run and show its plan; nothing is written. Over what `leantron pretrain --dry-run` shows: for several sites the bytes of an
-outer step, the memory of each site, and what other numbers of sites, holders and local steps would cost. With resume=<run>, the
-parameters come from the index of the run's newest checkpoint.
+Check a run and show its plan; nothing is written. Over what `leantron pretrain --dry-run` shows: every place of the optimiser's states
+beside the others, and the largest model that fits with each on this machine's GPU; for several sites the bytes of an outer step, the
+memory of each site, and what other numbers of sites, holders and local steps would cost. With resume=<run>, the parameters come from
+the index of the run's newest checkpoint.
 
   --json      the whole plan as JSON, the content of <run>/plan.json
   -h, --help  this text
@@ -28,6 +29,7 @@ parameters come from the index of the run's newest checkpoint.
 
 def plan_command(argv: Sequence[str]) -> int:
     """`leantron plan <overrides>`; returns the exit code. Raises ConfigError for a run that cannot be."""
+    from launch.plan_offload import show_offload
     from launch.plan_sites import show_sites
     from train.config.plan import make_plan
     from train.config.publish import prepare
@@ -51,6 +53,7 @@ def plan_command(argv: Sequence[str]) -> int:
         print(json.dumps(plan, indent=2))
         return 0
     show_plan(config, plan)
+    show_offload(config, plan, world)
     if plan["federation"] is not None:
         show_sites(plan["federation"])
     return 0

@@ -16,7 +16,8 @@ from train.config.errors import ConfigError
 from train.config.plan import make_plan
 from train.offload import OffloadedAdam
 from train.offload.machine import gpu_bytes, host_bytes
-from train.offload.plan import BOTH_WAYS, HOST_ADAM, choose, every_mode, place
+from train.offload.plan import choose, every_mode, place
+from train.offload.rates import ASSUMED
 
 GIB = 2**30
 
@@ -35,8 +36,8 @@ def test_seconds_follow_the_rates() -> None:
     count = 2**30
     none, stream, step = every_mode([count], True, 1.0, 8)
     assert none.seconds == 0.0
-    assert stream.seconds == pytest.approx(12 * count / BOTH_WAYS)
-    assert step.seconds == pytest.approx(count / (8 * HOST_ADAM), rel=0.01)
+    assert stream.seconds == pytest.approx(12 * count / ASSUMED.both_ways)
+    assert step.seconds == pytest.approx(count / (8 * ASSUMED.host_adam), rel=0.01)
     half = place([count], True, "stream", 0.5, 8)
     assert half.seconds == pytest.approx(stream.seconds / 2, rel=0.01)
     assert place([count // 2, count // 2], True, "stream", 1.0, 8).seconds == pytest.approx(stream.seconds)

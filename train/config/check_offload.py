@@ -9,6 +9,7 @@ from train.offload.config import OffloadConfig
 from train.offload.deepspeed import Unavailable, load, why_not
 from train.offload.machine import cores, gpu_bytes, host_bytes
 from train.offload.plan import choose
+from train.offload.rates import current
 
 DEVICE_SHARE = 0.92
 """Share of the GPU's memory that `auto` plans with; the rest is for CUDA, NCCL, the allocator's waste and the model's error."""
@@ -67,16 +68,23 @@ def _resolved(config: Config, layout: ParallelLayout) -> OffloadConfig:
     except OSError as error:
         raise ConfigError("offload.mode", "auto", str(error), "choose offload=none, offload=stream or offload=cpu_step") from error
     if device is None:  # host and device are the same memory: moving states within it saves nothing
-        return replace(config.offload, mode="none")
+        return OffloadConfig()
     local = processes_of_host(config)
     rest = memory_model(replace(config, offload=OffloadConfig()), layout)
     others = (rest["total"] - rest["optimizer"]) * GIB
     room, host = DEVICE_SHARE * device - others, HOST_SHARE * host_bytes() / local
-    chosen = choose(optimizer_parts(config, layout), config.train.precision == "bf16", room, host, max(1, cores() // local))
+    low, threads = config.train.precision == "bf16", max(1, cores() // local)
+    chosen = choose(optimizer_parts(config, layout), low, room, host, threads, current())
     if chosen is None:
         rule = (
             f"no share of the states on the host makes the run fit: weights, gradients and activations take {others / GIB:.1f} GiB of "
             f"{device / GIB:.1f} by the plan's model, and the host has {host / GIB:.1f} GiB for each process"
         )
         raise ConfigError("offload.mode", "auto", rule, "use train.recompute=full, more processes or a smaller model")
-    return replace(config.offload, mode=chosen.mode, fraction=chosen.fraction or 1.0)
+    asked = config.offload
+    return OffloadConfig(
+        mode=chosen.mode,
+        fraction=chosen.fraction or 1.0,
+        prefetch=asked.prefetch or chosen.mode != "stream",
+        cpu_adam=asked.cpu_adam if chosen.mode == "cpu_step" else "torch",
+    )

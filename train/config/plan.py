@@ -13,7 +13,8 @@ from train.engine.layout import ParallelLayout, processes_of_host
 from train.federation.planning import federation_plan
 from train.federation.residency import residency_plan
 from train.offload.machine import cores
-from train.offload.plan import ASSUMPTIONS, every_mode, place
+from train.offload.plan import every_mode, place
+from train.offload.rates import current
 
 GIB = 2**30
 
@@ -147,8 +148,9 @@ def offload_plan(config: Config, layout: ParallelLayout) -> dict[str, Any]:
     """Return what each place of the optimiser's states takes of a process and adds to a step, with the assumptions behind the seconds."""
     offload, threads = config.offload, max(1, cores() // processes_of_host(config))
     low = config.train.precision == "bf16"
-    modes = every_mode(optimizer_parts(config, layout), low, offload.fraction, threads)
-    return {"mode": offload.mode, "modes": [asdict(each) for each in modes], "assumptions": {**ASSUMPTIONS, "threads": threads}}
+    rates = current()
+    modes = every_mode(optimizer_parts(config, layout), low, offload.fraction, threads, rates)
+    return {"mode": offload.mode, "modes": [asdict(each) for each in modes], "assumptions": {**rates.assumptions(), "threads": threads}}
 
 
 def _activation_numbers(config: Config, layout: ParallelLayout) -> float:
