@@ -7,7 +7,7 @@ from train.config.compose import compose, load_config
 from train.config.convert import known_keys
 from train.config.errors import ConfigError, show
 from train.config.schema import Config
-from train.config.sites import get, put, site_config
+from train.config.sites import get, listed, put, site_config
 
 MAY_CHANGE = (
     "train.steps", "train.eval_every", "train.eval_steps", "train.log_every", "train.max_bad_steps", "train.timeout",
@@ -34,10 +34,10 @@ def compose_run(overrides: Sequence[str]) -> Config:
     for key in known_keys():
         wanted, old = get(asked, key), get(saved, key)
         # An option of a group (`parallel=single`) asks for all of its section, also where that is the default.
-        asked_for = key in named or (key.partition(".")[0] in named and key.startswith(MAY_CHANGE))
+        asked_for = key in named or (key.partition(".")[0] in named and listed(key, MAY_CHANGE))
         if (not asked_for and wanted == get(defaults, key)) or wanted == old:
             continue
-        if not key.startswith(MAY_CHANGE):
+        if not listed(key, MAY_CHANGE):
             rule = f"the run was made with {key}={show(old)}, and this cannot change on the way"
             raise ConfigError(key, wanted, rule, "leave it out, or start a new run")
         saved = put(saved, key, wanted)

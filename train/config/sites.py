@@ -17,7 +17,7 @@ MAY_DIFFER = (
     "parallel.ep", "parallel.sp", "parallel.distributed_optimizer", "train.micro_batch", "train.recompute", "train.timeout",
     "train.hang_timeout", "train.max_restarts", "attention.backend", "data.cache", "offload.", "tracking.",
 )  # fmt: skip
-"""Keys, or beginnings of keys, in which the sites of a run may differ: machines are different. Everything else makes the model."""
+"""Keys, or whole sections, in which the sites of a run may differ: machines are different. Everything else makes the model."""
 
 
 def site_config(config: Config, site: int, endpoint: str | None) -> Config:
@@ -36,7 +36,7 @@ def run_config(config: Config) -> Config:
 def with_shared(config: Config, other: Config) -> Config:
     """`config` with what the sites of a run share taken from `other`."""
     for key in known_keys():
-        if not key.startswith(MAY_DIFFER):
+        if not listed(key, MAY_DIFFER):
             config = put(config, key, get(other, key))
     return config
 
@@ -48,10 +48,15 @@ def check_agreement(config: Config, other: Config, whose: str) -> None:
     """
     for key in known_keys():
         mine, theirs = get(config, key), get(other, key)
-        if mine != theirs and not key.startswith(MAY_DIFFER):
+        if mine != theirs and not listed(key, MAY_DIFFER):
             rule = f"{whose} {key}={show(theirs)}, and the sites of a run agree in it"
             other_run = "" if config.resume is not None else ", or another run.name"
             raise ConfigError(key, mine, rule, f"use {key}={show(theirs)}{other_run}")
+
+
+def listed(key: str, names: tuple[str, ...]) -> bool:
+    """Whether `names` has a key, or its section as `section.`."""
+    return key in names or key.startswith(tuple(name for name in names if name.endswith(".")))
 
 
 def get(config: Any, key: str) -> Any:
