@@ -2,7 +2,6 @@
 
     with sub_worlds(2) as sites:           # in a job on a pool of 4: ranks 0, 1 are site 0, ranks 2, 3 site 1
         dist.get_world_size()              # 2
-        sites.exchange                     # the sites' sums for this rank's counterparts
 
 Torch has no public way to nest worlds: the default group is replaced for as long as the block lasts.
 """
@@ -14,8 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moe.exchange import GlooExchange
-
 
 @dataclass
 class Sites:
@@ -24,8 +21,8 @@ class Sites:
     site: int
     count: int
     world: Any
-    exchange: GlooExchange
-    """Sums over the ranks that have this rank's number in their sites."""
+    across: Any
+    """Group of the ranks that have this rank's number in their sites."""
 
 
 @contextmanager
@@ -34,9 +31,8 @@ def sub_worlds(count: int) -> Iterator[Sites]:
     world, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size() // count
     inside = [dist.new_group(range(site * size, (site + 1) * size)) for site in range(count)]
     across = [dist.new_group(range(place, size * count, size)) for place in range(size)]
-    exchange = GlooExchange(across[rank % size])
     dist.distributed_c10d._update_default_pg(inside[rank // size])
     try:
-        yield Sites(rank // size, count, world, exchange)
+        yield Sites(rank // size, count, world, across[rank % size])
     finally:
         dist.distributed_c10d._update_default_pg(world)
