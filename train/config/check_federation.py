@@ -28,6 +28,13 @@ def check_federation(config: Config) -> None:
     _check_residency(config)
 
 
+def check_runnable(config: Config) -> None:
+    """Raise ConfigError for what can be planned and not run."""
+    if config.federation.policy == "rotating" and config.federation.sites > 1:
+        rule = "experts that change hands are counted by the plan and not moved in a run"
+        raise ConfigError("federation.policy", "rotating", rule, "use contiguous, strided or random")
+
+
 def _check_modes(config: Config) -> None:
     moe, federation = config.moe, config.federation
     if not moe.experts:
@@ -46,15 +53,16 @@ def _check_modes(config: Config) -> None:
 
 def _check_rounds(config: Config) -> None:
     federation, steps = config.federation, config.federation.sync_every
-    if federation.overlap_steps >= steps:
-        rule = f"an outer step must end before the next one begins, federation.sync_every={steps} steps later"
-        raise ConfigError("federation.overlap_steps", federation.overlap_steps, rule, f"use {steps - 1} or fewer")
     if federation.fragments > config.model.layers:
         rule = f"a fragment holds at least one of the {config.model.layers} blocks"
         raise ConfigError("federation.fragments", federation.fragments, rule, "use fewer")
     if steps % federation.fragments:
         rule = f"fragments take turns every federation.sync_every / fragments steps, and {steps} is no multiple of it"
         raise ConfigError("federation.fragments", federation.fragments, rule, "use a divisor of federation.sync_every")
+    between = steps // federation.fragments
+    if federation.overlap_steps >= between:
+        rule = f"an outer step must end before the next one begins, federation.sync_every / fragments = {between} steps later"
+        raise ConfigError("federation.overlap_steps", federation.overlap_steps, rule, f"use {between - 1} or fewer")
     if federation.quorum is not None and not federation.sites // 2 < federation.quorum <= federation.sites:
         rule = f"must be more than half of federation.sites={federation.sites}, and no more than all"
         raise ConfigError("federation.quorum", federation.quorum, rule, f"use {federation.sites // 2 + 1} to {federation.sites}")
