@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "offload"))
 from adam_cases import BUCKET, Reference, groups, parameters, set_gradients
 
 from train.offload import OffloadedAdam
-from train.offload.memory import Lane
+from train.offload.memory import Lane, free_room
 
 pytestmark = pytest.mark.gpu
 
@@ -30,17 +30,29 @@ def make(params: list[torch.nn.Parameter], mode: str, fraction: float = 1.0) -> 
     return OffloadedAdam(groups(params), mode=mode, fraction=fraction, bucket_elements=BUCKET, cpu_threads=2)
 
 
-def train(optimizer: OffloadedAdam, params: list[torch.nn.Parameter], main_grads: bool, steps: int = 6) -> None:
-    """Steps on gradients that lie ready, so that the host does not wait for copies of them."""
+def train(optimizer: OffloadedAdam, params: list[torch.nn.Parameter], main_grads: bool, steps: int = 6, room: int = 0) -> None:
+    """Steps on gradients that lie ready, so that the host does not wait for copies of them; states come ahead as far as `room` goes.
+
+    Memory that a step gives back is written to at once by the next work of the caller's stream.
+    """
     ready = []
     for step in range(steps):
         set_gradients(params, step, main_grads)
         ready.append([(param.grad, getattr(param, "decoupled_grad", None)) for param in params])
     torch.cuda.synchronize()
     for gradients in ready:
+        spoil()
+        optimizer.prefetch(room)
+        spoil()
         for param, (gradient, main_gradient) in zip(params, gradients, strict=True):
             param.grad, param.decoupled_grad = gradient, main_gradient
         optimizer.step()
+
+
+def spoil() -> None:
+    """Take blocks of a bucket's sizes from the allocator, fill them with NaN and give them back."""
+    blocks = [torch.full((BUCKET,), float("nan"), device="cuda") for _ in range(24)]
+    del blocks
 
 
 @pytest.mark.parametrize("dtypes", [(BF16,), (FP32,), (BF16, FP32, FP32)], ids=str)
@@ -69,8 +81,8 @@ def test_updates_are_those_of_torch(dtypes: tuple[torch.dtype, ...], main_grads:
 
 
 @pytest.mark.parametrize("late", ["up", "down", "compute", "all"])
-@pytest.mark.parametrize("mode", ["stream", "cpu_step"])
-def test_no_delay_of_any_stream_changes_anything(late: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "room"), [("stream", 0), ("stream", 5 * 12 * BUCKET), ("stream", 2**30), ("cpu_step", 0)])
+def test_no_delay_of_any_stream_changes_anything(late: str, mode: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted_params = parameters((BF16, FP32), "cuda")
     wanted = make(wanted_params, mode, 0.8)
     train(wanted, wanted_params, False)
@@ -101,11 +113,49 @@ def test_no_delay_of_any_stream_changes_anything(late: str, mode: str, monkeypat
 
     monkeypatch.setattr(Lane, "after", after)
     monkeypatch.setattr(torch, "_foreach_copy_", copy)
-    train(optimizer, params, False)
+    train(optimizer, params, False, room=room)
     for number, (param, other) in enumerate(zip(params, wanted_params, strict=True)):
         assert torch.equal(param, other), number
         states, others = optimizer.states_of(param), wanted.states_of(other)
         assert all(torch.equal(states[name], others[name]) for name in others), number
+
+
+def test_states_come_ahead_only_into_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reserve is left alone; memory that came ahead goes back once its states have left."""
+    weight = torch.nn.Parameter(torch.zeros(64 * MIB, dtype=BF16, device="cuda"))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = OffloadedAdam([weight], mode="stream", bucket_elements=4 * MIB)
+    before = torch.cuda.memory_allocated()
+    total = torch.cuda.mem_get_info()[1]
+    assert 0 < free_room(weight.device) <= 0.95 * total
+    assert not optimizer.prefetch()
+    assert torch.cuda.memory_allocated() - before == pytest.approx(64 * MIB * 12, rel=0.05)
+    optimizer.step()
+    optimizer.synchronize()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    monkeypatch.setattr("train.offload.memory.RESERVE", 1.0)
+    assert optimizer.prefetch() and torch.cuda.memory_allocated() == before
+    optimizer.close()
+
+
+def test_exposed_time_is_what_the_gpu_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that are late count; copies that came while the GPU had other work do not."""
+    weight = torch.nn.Parameter(torch.zeros(32 * MIB, dtype=BF16, device="cuda"))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = OffloadedAdam([weight], mode="stream", bucket_elements=8 * MIB)
+    optimizer.step()
+    optimizer.exposed_seconds(wait=True)
+    optimizer.step()
+    plain = optimizer.exposed_seconds(wait=True)
+    optimizer.synchronize()
+    optimizer.prefetch()
+    torch.cuda._sleep(2_000_000_000)  # about a second: far longer than 384 MiB take
+    optimizer.step()
+    hidden = optimizer.exposed_seconds(wait=True)
+    assert plain is not None and hidden is not None
+    assert 0 <= hidden < plain / 2 and plain > 32 * MIB * 12 / 200e9
+    optimizer.close()
 
 
 def test_the_hosts_memory_is_pinned_and_has_the_size_asked_for() -> None:
@@ -159,7 +209,16 @@ def engine_losses(offload: dict[str, Any], folder: Path, load: str | None = None
     return losses, path, states
 
 
-@pytest.mark.parametrize("offload", [{"offload.mode": "stream", "offload.fraction": 0.5}, {"offload.mode": "cpu_step"}], ids=str)
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {"offload.mode": "stream", "offload.fraction": 0.5},
+        {"offload.mode": "stream", "offload.prefetch": False},
+        {"offload.mode": "cpu_step"},
+        {"offload.mode": "cpu_step", "offload.cpu_adam": "auto"},
+    ],
+    ids=str,
+)
 def test_the_engine_trains_as_with_none_and_checkpoints_move(
     offload: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,25 @@ def test_a_step_without_refresh_would_undo_an_outside_write() -> None:
     assert params[0].float().mean() < 1.0
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shard_may_be_empty(mode: str) -> None:
+    """A rank may have nothing of a group, or of all of them."""
+    params = parameters((BF16,))
+    reference = Reference(params)
+    optimizer = OffloadedAdam([*groups(params), {"params": []}], mode=mode, bucket_elements=BUCKET)
+    nothing = OffloadedAdam([{"params": []}], mode=mode)
+    set_gradients(params, 0)
+    for each in (optimizer, nothing):
+        each.prefetch(10**9)
+        each.step()
+    nothing.refresh_masters()
+    reference.step(params)
+    assert_equal_to(reference, params, optimizer)
+    assert nothing.planned_bytes == {"device": 0, "host": 0} and nothing.state_dict()["state"] == {}
+    assert nothing.exposed_seconds() is None
+    nothing.close()
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_hosts_threads_are_set_for_its_step_only(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters((BF16,))
