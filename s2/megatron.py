@@ -17,8 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 from .attention import s2_attention
+from .cache import S2Cache
+from .decode import DECODERS, s2_decode
 from .errors import S2Error
 from .pattern import S2Pattern
+
+DECODE_NAMES = tuple(row.name for row in DECODERS)
 
 
 class S2CoreAttention(MegatronModule):
@@ -61,8 +65,32 @@ class S2CoreAttention(MegatronModule):
         self.layer_number = layer_number
         self.pattern = pattern.for_layer(layer_number - 1).shard(rank, world)
         self.backend = backend
+        self.cache: S2Cache | None = None
+        self._prompt: tuple[list[int], int] | None = None
         # Core's apply_query_key_layer_scaling divides scores by the layer number and multiplies again inside its softmax: no change.
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+
+    def start_decoding(self, lengths: list[int], capacity: int) -> None:
+        """The next forward is a batch of prompts, of `lengths` tokens each and padded behind, and those after it a token of each sequence.
+
+        A cache with room for `capacity` tokens of each is made on the way. `stop_decoding` ends this.
+        """
+        self.cache, self._prompt = None, (lengths, capacity)
+
+    def stop_decoding(self) -> None:
+        """Forgets the cache; the layer attends to what it is given again."""
+        self.cache, self._prompt = None, None
+
+    def _decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+        """The attention of new tokens over the cache; None for prompts, whose keys and values are only put into it."""
+        if self.cache is not None:
+            self.cache.append(k, v)
+            return s2_decode(q, self.cache, scale=self.softmax_scale, backend=self.backend if self.backend in DECODE_NAMES else "auto")
+        assert self._prompt is not None
+        lengths, capacity = self._prompt
+        self.cache = S2Cache(self.pattern, k.shape[0], k.shape[2], k.shape[3], v.shape[3], k.dtype, k.device, capacity=capacity)
+        self.cache.append(k, v, lengths)
+        return None
 
     def forward(
         self,
@@ -86,6 +114,12 @@ class S2CoreAttention(MegatronModule):
             raise S2Error("packed_seq_params", "given", "documents travel as cu_seqlens in attention_mask", "pass None")
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         rows, length = q.shape[:2]
+        if self._prompt is not None:
+            if attention_mask is not None or torch.is_grad_enabled():
+                raise S2Error("attention_mask", attention_mask, "decoding takes no documents and no gradients", "pass None under no_grad")
+            decoded = self._decode(q, k, v)
+            if decoded is not None:
+                return decoded.reshape(rows, length, -1).transpose(0, 1).contiguous()
         if attention_mask is not None:
             if attention_mask.dtype != torch.int32 or attention_mask.dim() != 1:
                 shape = f"{tuple(attention_mask.shape)} {attention_mask.dtype}"
