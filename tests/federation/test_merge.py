@@ -191,7 +191,7 @@ def test_the_merged_run_is_an_ordinary_run_of_one_site(make_run: Callable[..., A
     assert (config.federation, config.moe.mode, config.moe.gate, config.parallel.processes) == (FederationConfig(), "full", "full", 2)
     assert (config.run.name, config.run.dir) == ("trial-merged", str(out))
     stored = manifest_of(merged.checkpoint)["progress"]
-    assert stored["progress"]["step"] == 4 and stored["progress"]["tokens"] == 400 and stored["next_sample"] == 32
+    assert stored["progress"]["step"] == 4 and stored["progress"]["tokens"] == 800 and stored["next_sample"] == 32
     assert "federation" not in stored and "tracking_id" not in stored, "the merged run is no site, and a run of its own for a tracker"
     assert [part["site"] for part in stored["merged"]["parts"]] == [0, 1]
 

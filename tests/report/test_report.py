@@ -68,13 +68,13 @@ def test_the_figures_are_the_last_line_of_each_step(make_run: Callable[..., Path
     assert "attention.stride" in text_of(page) and "dense_layers" in text_of(page)
 
 
-def test_the_bigram_line_comes_from_the_metrics_the_status_or_the_demo(make_run: Callable[..., Path]) -> None:
+def test_the_bigram_line_comes_from_the_metrics_or_the_status_and_the_sample_from_its_file(make_run: Callable[..., Path]) -> None:
     run_dir = make_run([line(1, bits_per_byte=7.0), {"bigram_bits_per_byte": 3.25}], facts={"bigram_bits_per_byte": 1.0})
     assert row(write_report(run_dir), "bigram entropy of the data") == "3.2500"
     (run_dir / "metrics.jsonl").write_text(json.dumps(line(1, bits_per_byte=7.0)) + "\n")
-    (run_dir / "demo.json").write_text('{"bigram_bits_per_byte": 3.75, "sample": "def main():\\n    <pass>"}')
+    (run_dir / "sample.txt").write_text("def main():\n    <pass>")
     page = write_report(run_dir)
-    assert row(page, "bigram entropy of the data") == "3.7500"
+    assert row(page, "bigram entropy of the data") == "1.0000"
     assert "<pre>def main():\n    &lt;pass&gt;</pre>" in page.read_text()
 
 

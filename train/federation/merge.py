@@ -23,6 +23,7 @@ from moe.residency import ResidencyPlan
 from train.checkpoint.directory import CHECKPOINTS, checkpoint_path, list_checkpoints, manifest_of, partial_path, publish
 from train.checkpoint.tensors import StoredTensors, write_tensors
 from train.config.errors import ConfigError
+from train.config.place import site_dir
 from train.config.schema import Config
 
 _EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
@@ -144,7 +145,7 @@ def _complete(run: Path, config: Config) -> dict[int, dict[int, Path]]:
     sites = config.federation.sites
     found: dict[int, dict[int, Path]] = {}
     for site in range(sites):
-        directory = (run if sites == 1 else site_directory(run, site)) / CHECKPOINTS
+        directory = (run if sites == 1 else site_dir(run, site)) / CHECKPOINTS
         found[site] = {}
         for step, path in list_checkpoints(directory):
             try:
@@ -280,9 +281,15 @@ def _rows(name: str, layer: int, choice: Choice) -> Tensor:
 def _progress(config: Config, choice: Choice) -> dict[str, Any]:
     """What the merged run goes on from, and where its parts come from."""
     first = choice.parts[0].progress
+    # Each site counts the tokens of its share of the batches.
     totals = [part.progress["progress"] for part in choice.parts]
     return {
-        "progress": {**first["progress"], "skipped": max(total["skipped"] for total in totals), "skipped_in_a_row": 0},
+        "progress": {
+            **first["progress"],
+            "tokens": sum(total["tokens"] for total in totals),
+            "skipped": max(total["skipped"] for total in totals),
+            "skipped_in_a_row": 0,
+        },
         **{key: first[key] for key in ("steps", "next_sample", "data")},
         "merged": {
             "run": config.run.name,
@@ -291,8 +298,3 @@ def _progress(config: Config, choice: Choice) -> dict[str, Any]:
             "absent": list(choice.absent),
         },
     }
-
-
-def site_directory(run: Path, site: int) -> Path:
-    """Where a site of a run keeps its configuration, checkpoints and metrics."""
-    return run / "sites" / str(site)

@@ -52,12 +52,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run_config(run: Path) -> Config:
-    """The configuration of a run: its own, or, where sites were started one by one, that of the first that is there."""
-    places = [run / CONFIG_FILE, *sorted(run.glob(f"sites/*/{CONFIG_FILE}"))]
-    return load_config(next((path for path in places if path.is_file()), places[0]))
-
-
 def merged_config(config: Config, out: Path) -> Config:
     """The configuration of the merged run: one site with the processes of one, which takes the whole global batch and skips nothing."""
     parallel, federation = config.parallel, config.federation
@@ -83,7 +77,7 @@ def write_merged(run: Path, step: int | None = None, out: Path | None = None, *,
     """
     from train.federation.merge import choose, merge
 
-    config = run_config(run)
+    config = load_config(run / CONFIG_FILE)
     out = out if out is not None else run / MERGED
     _check_free(out, config.run.name)
     try:

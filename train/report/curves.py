@@ -11,7 +11,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from train.report.style import BLACK, BLUE, GREY, PURPLE, VERMILLION, figure, save, tidy
 from train.tracking.readers import RunMetrics
 
-_SMOOTHED_FROM = 60  # points from which a running mean says more than the points
+SMOOTHED_FROM = 60
+"""Points from which a running mean says more than the points."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +37,18 @@ def running_mean(values: np.ndarray, span: int) -> np.ndarray:
     return np.divide(total[high] - total[low], here, out=np.full(len(values), math.nan), where=here > 0)
 
 
-def _line(axes: Axes, steps: list[float], values: list[float], colour: str, label: str | None = None, noisy: bool = True) -> None:
-    """A line; a noisy one from `_SMOOTHED_FROM` points on pale, with its running mean in full colour."""
+def draw_line(axes: Axes, steps: list[float], values: list[float], colour: str, label: str | None = None, noisy: bool = True) -> None:
+    """A line; a noisy one from `SMOOTHED_FROM` points on pale, with its running mean in full colour."""
     y = np.asarray(values)
     y = np.where(np.isfinite(y), y, math.nan)
-    if noisy and len(y) >= _SMOOTHED_FROM:
+    if noisy and len(y) >= SMOOTHED_FROM:
         axes.plot(steps, y, color=colour, alpha=0.3, linewidth=0.8)
         axes.plot(steps, running_mean(y, max(9, len(y) // 40)), color=colour, linewidth=1.8, label=label)
     else:
         axes.plot(steps, y, color=colour, linewidth=1.8, marker="o" if len(y) < 3 else "", markersize=4, label=label)
 
 
-def _step_axis(axes: Axes, metrics: RunMetrics, label: str | None = None) -> None:
+def step_axis(axes: Axes, metrics: RunMetrics, label: str | None = None) -> None:
     """Whole steps, and a dotted line where a new attempt took over, the first one named `label` in the legend."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -71,7 +72,7 @@ def loss_picture(metrics: RunMetrics, folder: Path, bigram: float | None) -> Pic
     axes = drawn.add_subplot()
     unit = "bits per byte" if in_bits else "nats per token"
     if steps:
-        _line(axes, steps, values, BLUE, "training" if len(steps) < _SMOOTHED_FROM else "training (pale: each log; full: running mean)")
+        draw_line(axes, steps, values, BLUE, "training" if len(steps) < SMOOTHED_FROM else "training (pale: each log; full: running mean)")
     if val_steps:
         axes.plot(val_steps, val_values, color=VERMILLION, marker="D", markersize=5, linewidth=1.4, label="validation")
     if in_bits and bigram is not None:
@@ -80,7 +81,7 @@ def loss_picture(metrics: RunMetrics, folder: Path, bigram: float | None) -> Pic
     if bad:
         axes.plot(bad, [0.02] * len(bad), "x", color=PURPLE, markersize=6, transform=axes.get_xaxis_transform(), label="loss not finite")
     tidy(axes, f"Loss, {unit}", y=unit)
-    _step_axis(axes, metrics, "resumed")
+    step_axis(axes, metrics, "resumed")
     axes.legend(fontsize=9, frameon=False, loc="upper right")
     last = f" Last validation: {val_values[-1]:.3f} {unit}." if val_steps else ""
     return Picture(path=save(drawn, folder / "loss.png"), caption=f"Loss of training and validation over the steps.{last}")
@@ -92,7 +93,7 @@ def _simple(metrics: RunMetrics, folder: Path, key: str, title: str, unit: str, 
         return None
     drawn = figure()
     axes = drawn.add_subplot()
-    _line(axes, steps, values, BLUE, noisy=key != "lr")
+    draw_line(axes, steps, values, BLUE, noisy=key != "lr")
     positive = [value for value in values if math.isfinite(value) and value > 0]
     if key == "grad_norm" and positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
@@ -101,7 +102,7 @@ def _simple(metrics: RunMetrics, folder: Path, key: str, title: str, unit: str, 
     if key == "tokens_per_second":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     tidy(axes, title, y=unit)
-    _step_axis(axes, metrics)
+    step_axis(axes, metrics)
     return Picture(path=save(drawn, folder / f"{key}.png"), caption=caption)
 
 

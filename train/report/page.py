@@ -23,10 +23,16 @@ pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: .85rem; 
 
 @dataclass(frozen=True)
 class Section:
-    """Pictures under one heading."""
+    """A table, pictures and links under one heading; a page leaves out a section that has none of them."""
 
     title: str
-    pictures: Sequence[Picture]
+    pictures: Sequence[Picture] = ()
+    rows: Sequence[Row] = ()
+    links: Sequence[tuple[str, str]] = ()
+    """(Address relative to the page, words)."""
+
+    def __bool__(self) -> bool:
+        return bool(self.pictures or self.rows or self.links)
 
 
 def _picture(picture: Picture) -> str:
@@ -41,6 +47,17 @@ def _figures(rows: Sequence[Row]) -> str:
         for row in rows
     )
     return f"<table>{''.join(cells)}</table>"
+
+
+def _section(section: Section) -> str:
+    parts = [f"<h2>{escape(section.title)}</h2>"]
+    if section.rows:
+        parts.append(_figures(section.rows))
+    if section.pictures:
+        pictures = "\n".join(map(_picture, section.pictures))
+        parts.append(f'<div class="pictures">{pictures}</div>')
+    links = " · ".join(f'<a href="{escape(address)}">{escape(words)}</a>' for address, words in section.links)
+    return "".join([*parts, f"<p>{links}</p>" if links else ""])
 
 
 def _configuration(rows: Sequence[Row]) -> str:
@@ -59,9 +76,7 @@ def render(
         f'<h1>{escape(title)}</h1><p class="status">{escape(status)}</p>',
         f"<h2>Figures</h2>{_figures(figures)}",
     ]
-    for section in sections:
-        pictures = "\n".join(map(_picture, section.pictures))
-        parts.append(f'<h2>{escape(section.title)}</h2><div class="pictures">{pictures}</div>')
+    parts += map(_section, filter(None, sections))
     if sample is not None:
         parts.append(f"<h2>Sample</h2><pre>{escape(sample)}</pre>")
     parts.append(f"<h2>Configuration</h2><details><summary>All keys</summary>{_configuration(configuration)}</details>")
