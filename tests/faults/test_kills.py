@@ -38,7 +38,7 @@ def test_a_run_killed_again_and_again_loses_nothing(forge: Forge, tiny: list[str
         promised = max(promised, announced(job.output()))
         path, _ = newest_complete(run / "checkpoints")
         assert (int(path.name[5:]) if path else 0) >= promised
-    assert promised > 3 * kills / 2
+    assert promised >= 6, "the starts went on from one another"
     last = promised + 20
     forge.start([f"resume={run}", f"train.steps={last}"]).finish()
     assert not list((run / "checkpoints").glob(".*")), "what a kill left is cleared up"
