@@ -99,6 +99,7 @@ def against_library(moe: dict[str, Any], resident: tuple[int, ...]) -> None:
     for got, want in zip(torch.autograd.grad((output * up).sum(), [x, *own]), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     counts = load.collect()[1]
+    assert bool(layer.router(x)[0].isfinite().all())  # also of tokens without any kept expert
     assert torch.equal(counts.load, stats.load) and counts.tokens == jobs.TOKENS
     assert (counts.kept, counts.skipped, counts.none_resident) == (int(stats.kept), int(stats.skipped), int(stats.none_resident))
     if moe["mode"] == "skip":
