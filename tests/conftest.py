@@ -57,3 +57,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         reason = _why_no_cuda()
         if reason is not None:
             pytest.skip(reason)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests start real runs: they get a longer limit than the rest, unless they set one."""
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))

@@ -65,7 +65,7 @@ def launch(start: Start, *overrides: str) -> "subprocess.Popen[str]":
     return start("-m", "launch", "pretrain", *overrides)
 
 
-def finish(process: "subprocess.Popen[str]", timeout: float = 200.0) -> tuple[str, str]:
+def finish(process: "subprocess.Popen[str]", timeout: float = 280.0) -> tuple[str, str]:
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == 0, f"{out[-2000:]}\n{err[-4000:]}"
     return out, err
@@ -187,7 +187,7 @@ def test_four_real_ranks_a_second_apart_make_one_run(start: Start, small: list[s
 
 def test_a_real_sweep_under_torchrun_is_refused(start: Start, small: list[str], tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train.pretrain"]
-    _, err = (process := start(*torchrun, "-m", "optim.lr=1e-3,3e-4")).communicate(timeout=120)
+    _, err = (process := start(*torchrun, "-m", "optim.lr=1e-3,3e-4")).communicate(timeout=250)
     assert process.returncode != 0
     line = "-m=: a sweep starts torchrun itself, once for each job; run `leantron pretrain -m optim.lr=1e-3,3e-4` without torchrun"
     assert err.splitlines().count(line) in (1, 2)  # torchrun may end the second rank before it comes to speak

@@ -23,7 +23,7 @@ def torchrun(tmp_path: Path) -> Torchrun:
     def run(processes: int, *overrides: str, options: tuple[str, ...] = (), **environment: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *options]
         child = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-        return subprocess.run([*command, str(WORKER), *overrides], cwd=tmp_path, env=child, capture_output=True, text=True, timeout=120)
+        return subprocess.run([*command, str(WORKER), *overrides], cwd=tmp_path, env=child, capture_output=True, text=True, timeout=250)
 
     return run
 
@@ -59,14 +59,14 @@ def test_a_restart_by_torchrun_goes_on_in_the_same_directory(torchrun: Torchrun,
 def test_one_process_needs_no_torchrun(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(WORKER), "train.steps=3", "run.name=alone"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
     assert done.stdout == "rank -: runs/alone attempt 1 steps 3 resumed False\n", done.stderr
-    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
     assert again.returncode == 2
     assert again.stderr.startswith("run.name=alone: runs/alone is used by another run; ") and again.stderr.count("\n") == 1
     read = subprocess.run(
         [sys.executable, str(WORKER), "--config", "runs/alone/config.yaml"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     assert read.stdout == done.stdout
 
