@@ -28,6 +28,7 @@ examples:
   leantron pretrain attention=s2 attention.stride=4 train.steps=50 tracking=none
   leantron pretrain resume=runs/my-run train.steps=500
   leantron pretrain -m experiment=demo optim.lr=1e-3,3e-4
+  leantron pretrain experiment=demo federation=two_sites moe=fomoe parallel.ep=1
 """
 
 

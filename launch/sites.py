@@ -17,10 +17,11 @@ from typing import Any
 from launch.devices import gpu_names, share_cores, share_gpus, sites_here
 from launch.supervise import supervise
 from launch.torchrun import WORKER, World, child_environment
+from moe.lighthouse import split_address
 from train.config.place import claim, claim_sites, read_status, run_of
 from train.config.schema import Config
 from train.engine.layout import processes_of_host, processes_of_site
-from train.meeting import SERVER, MeetingPoint, check_endpoint, free_port, interface_towards, split
+from train.meeting import SERVER, MeetingPoint, check_endpoint, free_port, interface_towards
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _reach_others(endpoint: str, environment: dict[str, str]) -> None:
         name = interface_towards(endpoint)
         if name is not None:
             environment["GLOO_SOCKET_IFNAME"] = name
-        elif split(endpoint)[0] != "127.0.0.1":
+        elif split_address(endpoint)[0] != "127.0.0.1":
             environment.pop("GLOO_SOCKET_IFNAME", None)
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from moe.lighthouse import split_address
 from train.config.errors import ConfigError
 from train.config.place import read_status
 from train.config.schema import Config
@@ -25,8 +26,10 @@ from train.federation.config import FederationConfig
 SERVER = ("-m", "moe.lighthouse")
 WAIT_SECONDS = 90.0
 """How long a site waits at its start for somebody to answer where the sites meet."""
-START_SECONDS = 60.0
-"""How long the server may take until it answers for the first time."""
+START_SECONDS = 300.0
+"""How long the server may take until it answers for the first time; a busy machine imports slowly."""
+STARTS = 5
+"""How often it may die before it has answered for the first time."""
 PAUSE_SECONDS = 2.0
 """Between two starts of the server."""
 _WITH_PARENT = """
@@ -46,15 +49,9 @@ def free_port() -> int:
         return port
 
 
-def split(endpoint: str) -> tuple[str, int]:
-    """Host and port of `host:port`; an IPv6 address stands in brackets."""
-    host, _, port = endpoint.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def sites_there(endpoint: str, seconds: float = 2.0) -> int | None:
     """Sites that were heard of at `endpoint` in the last seconds, None when nobody answers. ValueError when it is no server of ours."""
-    host, port = split(endpoint)
+    host, port = split_address(endpoint)
     connection = http.client.HTTPConnection(host, port, timeout=seconds)
     try:
         connection.request("GET", "/status")
@@ -101,7 +98,7 @@ def check_endpoint(config: Config, wait: float | None = None) -> bool:
 
 
 def _check_bind(endpoint: str) -> None:
-    host, port = split(endpoint)
+    host, port = split_address(endpoint)
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -116,7 +113,7 @@ def interface_towards(endpoint: str) -> str | None:
     """Name of this host's network interface on the way to `endpoint`; None when it cannot be told."""
     import psutil
 
-    host, port = split(endpoint)
+    host, port = split_address(endpoint)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -152,24 +149,27 @@ class MeetingPoint:
         self._process: subprocess.Popen[bytes] | None = None
         self._answered = False
         self._first = self._started = 0.0
+        self._starts = 0
 
     def keep(self) -> None:
-        """Look after it. Raises OSError, in words, when it has not answered once within `START_SECONDS`."""
+        """Look after it. Raises OSError, in words, when it does not come to answer, in `START_SECONDS` or `STARTS` starts."""
         now = time.monotonic()
         if self._process is None or (self._process.poll() is not None and now - self._started > PAUSE_SECONDS):
+            if self._starts == STARTS and not self._answered:
+                raise OSError(f"where the sites meet, {self.endpoint}: it ends as soon as it starts; its log: {self.log}")
             if self._process is not None and self._answered:
                 print(f"where the sites meet, {self.endpoint}: started again; its log: {self.log}", file=sys.stderr, flush=True)
             self._begin(now)
         if not self._answered and self._process is not None:
             try:
-                self._answered = self._process.poll() is None and sites_there(self.endpoint, 0.2) is not None
+                self._answered = self._process.poll() is None and sites_there(self.endpoint, 1.0) is not None
             except ValueError:
                 self._answered = False
             if not self._answered and now - self._first > START_SECONDS:
                 raise OSError(f"where the sites meet, {self.endpoint}: nothing answers after {START_SECONDS:.0f} s; its log: {self.log}")
 
     def _begin(self, now: float) -> None:
-        self._first, self._started = self._first or now, now
+        self._first, self._started, self._starts = self._first or now, now, self._starts + 1
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as stream:
             self._process = subprocess.Popen(
@@ -203,7 +203,7 @@ def serve_by_hand(federation: FederationConfig, run_dir: Path) -> None:
     A run that is completed waits at its end until the other sites have left.
     """
     assert federation.endpoint is not None
-    point = MeetingPoint(federation.endpoint, federation, run_dir / "logs" / "meeting.log", wait_for_others=True)
+    point = MeetingPoint(federation.endpoint, federation, run_dir / "logs" / "meeting.log", SERVER, wait_for_others=True)
     point.keep()
     stop = threading.Event()
 

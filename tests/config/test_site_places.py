@@ -19,7 +19,7 @@ from train.config.place import check_place, claim, claim_sites, named, read_stat
 from train.config.resume import compose_run
 from train.config.schema import Config
 from train.config.sites import check_agreement, run_config, site_config, with_shared
-from train.meeting import check_endpoint, interface_towards, sites_there
+from train.meeting import MeetingPoint, check_endpoint, interface_towards, sites_there
 
 SITES = ("federation.sites=3", "federation.endpoint=127.0.0.1:29511", "parallel.processes=2")
 HOLDER = "import sys, pathlib; from train.config.place import hold; hold(pathlib.Path(sys.argv[1])); print('held', flush=True); input()"
@@ -221,3 +221,15 @@ def test_who_serves_and_who_waits(answering: Callable[[str], str], capsys: pytes
     ):
         check_endpoint(site(0, "federation.endpoint=192.0.2.1:9"))
     assert interface_towards("127.0.0.1:9") == "lo"
+
+
+def test_a_server_that_only_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.meeting.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("train.meeting.STARTS", 2)
+    point = MeetingPoint("127.0.0.1:9", site(0).federation, tmp_path / "logs/meeting.log", ("-c", "raise SystemExit('no room')"))
+    with pytest.raises(OSError, match=r"^where the sites meet, 127\.0\.0\.1:9: it ends as soon as it starts; its log: .*meeting\.log$"):
+        while True:
+            point.keep()
+    assert (tmp_path / "logs/meeting.log").read_text() == "no room\n" * 2
+    assert not point.needed()
+    point.close()

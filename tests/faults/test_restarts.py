@@ -1,40 +1,17 @@
 """The launcher as a user has it: restarts after a failure, signals, kills, a slow tracker; real processes, real torchrun."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from real_runs import figures, state, steps_logged
+from real_runs import figures, state, steps_logged, until
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Launch = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    """`launch(*overrides, before="")`: `leantron pretrain` in an empty folder."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(*overrides: str) -> "subprocess.Popen[str]":
-        kept = {key: value for key, value in os.environ.items() if key not in ("LEANTRON_AGENT_PID", "RANK", "WORLD_SIZE")}
-        command = [sys.executable, "-m", "launch", "pretrain", *overrides]
-        environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield run
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.communicate(timeout=60)
 
 
 def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
@@ -42,13 +19,6 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     below = [child for child in psutil.Process(process.pid).children(recursive=True) if "train.pretrain" in child.cmdline()]
     found = {child.environ()["RANK"]: child for child in below if "RANK" in child.environ()}
     return [found[rank] for rank in sorted(found)]
-
-
-def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def attempt(run: Path) -> int:
@@ -64,7 +34,7 @@ def test_a_failed_job_starts_again_by_itself_and_loses_nothing(launch: Launch, t
         until(lambda: any(f'"attempt": {attempt(run)}' in line for line in (run / "metrics.jsonl").read_text().splitlines()[-3:]))
         ranks_of(process)[victim].kill()
         until(lambda number=number: attempt(run) == number + 1)
-    _, err = process.communicate(timeout=200)
+    _, err = process.communicate(timeout=500)
     assert process.returncode == 0, err
     assert f"{Path('runs/r')}: restart 1 of 2, attempt 2" in err and f"{Path('runs/r')}: restart 2 of 2, attempt 3" in err
     assert state(run) == "completed" and attempt(run) == 3
@@ -76,7 +46,7 @@ def test_sigterm_to_the_launcher_saves_and_sigkill_leaves_no_process(launch: Lau
     run = tmp_path / "runs/p"
     until(lambda: steps_logged(run) > 2)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=300)
     last = steps_logged(run)
     assert process.returncode == 0, err
     assert err.splitlines()[-1] == (f"runs/p: preempted by SIGTERM, saved at step {last}; go on with `leantron pretrain resume=runs/p`")
@@ -95,7 +65,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(launch: Launch, tiny: list[str
     until(lambda: steps_logged(run) > 2)
     stopped = ranks_of(process)[1]
     stopped.send_signal(signal.SIGSTOP)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode != 0 and not stopped.is_running()
     assert f"rank 1 (process {stopped.pid} on " in err.splitlines()[-1] and "has not been heard of" in err.splitlines()[-1]
     assert "has not been heard of" in json.loads((run / "status.json").read_text())["reason"]

@@ -85,7 +85,7 @@ def test_a_site_starts_again_by_itself_and_all_resume(launcher) -> None:
     ("number", "plan", "code", "state", "line"),
     [
         (signal.SIGUSR1, "save", 0, "preempted", "runs/s: site 0 preempted (at step 7), site 1 preempted (at step 7)"),
-        (signal.SIGINT, "wait", 130, "stopped", "runs/s: site 0 stopped, site 1 stopped"),
+        pytest.param(signal.SIGINT, "wait", 130, "stopped", "runs/s: site 0 stopped, site 1 stopped", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_reaches_all_sites(launcher, wait_for: Wait, number: int, plan: str, code: int, state: str, line: str) -> None:
@@ -102,6 +102,7 @@ def test_a_signal_reaches_all_sites(launcher, wait_for: Wait, number: int, plan:
     assert len(below) >= 5 and gone(below)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process(launcher, wait_for: Wait) -> None:
     process = launcher.start(*SITES, "run.name=l", plan={"0": "wait"})
     wait_for(waiting(launcher.folder, "l"), "the workers")
@@ -112,6 +113,7 @@ def test_a_killed_launcher_leaves_no_process(launcher, wait_for: Wait) -> None:
     wait_for(lambda: gone(below), "the children to end")
 
 
+@pytest.mark.slow
 def test_a_dead_meeting_point_is_started_again_and_a_run_belongs_to_one_launcher(launcher, wait_for: Wait) -> None:
     process = launcher.start(*SITES, "run.name=m", plan={"0": "wait"})
     wait_for(waiting(launcher.folder, "m"), "the workers")
@@ -135,6 +137,7 @@ def _endpoint(log: Path) -> str:
     return log.read_text().split()[3]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_sites(launcher) -> None:
     done = launcher.run("-m", *SITES, "run.name=w", "train.seed=1,2", plan={"1/0": "raise"})
     assert done.returncode == 1

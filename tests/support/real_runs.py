@@ -142,6 +142,14 @@ def is_ours(pid: int) -> bool:
         return False
 
 
+def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
+    """Poll until `condition`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def figures(run: Path) -> dict[int, tuple[float, float, float, int]]:
     """Loss, gradient norm, learning rate and tokens of each step, the last line of a step counting."""
     lines = read_metrics(run / "metrics.jsonl").training
