@@ -24,10 +24,14 @@ $(STAMP): pyproject.toml constraints.txt scripts/find_python
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,tensorboard]'
 	@touch $(STAMP)
 
-demo: setup ## train the demo (CPU, a few minutes), then write its report and a sample
-	CUDA_VISIBLE_DEVICES= $(BIN)/leantron pretrain experiment=demo run.dir=$(DEMO)
+demo: export CUDA_VISIBLE_DEVICES =
+demo: setup ## train the demo on two sites (CPU, a few minutes), merge, evaluate and sample it, write its report
+	$(BIN)/leantron pretrain experiment=demo_2sites run.dir=$(DEMO)
+	$(BIN)/leantron merge $(DEMO)
+	$(BIN)/leantron evaluate $(DEMO)
+	$(BIN)/leantron generate $(DEMO) --prompt "def main():" > $(DEMO)/sample.txt
+	@cat $(DEMO)/sample.txt
 	$(BIN)/leantron report $(DEMO)
-	CUDA_VISIBLE_DEVICES= $(BIN)/leantron generate $(DEMO) --prompt "def main():"
 
 test test-slow: export OMP_NUM_THREADS ?= 1
 

@@ -69,6 +69,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(list(argv))
     overrides = [*arguments.overrides, *([f"train.eval_steps={arguments.steps}"] if arguments.steps is not None else [])]
     result = evaluate_run(arguments.run, overrides, arguments.step)
+    from train.engine import parallel
+
+    parallel.shutdown()
     text = json.dumps(asdict(result), indent=2)
     write_atomic(arguments.run / RESULT_FILE, text + "\n")
     if arguments.json:
@@ -79,21 +82,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def evaluate_run(run: Path, overrides: Sequence[str] = (), step: int | None = None) -> Result:
-    """Evaluate the newest complete checkpoint of a run, or the one of `step`. Raises ConfigError."""
+    """Evaluate the newest complete checkpoint of a run, or the one of `step`. Raises ConfigError.
+
+    This process stays in the world of one that it starts, or that it is in: `parallel.shutdown` leaves it.
+    """
     config, path = find(run, step)
     config = check(alone(with_overrides(config, overrides)), 1)
     if not config.train.eval_steps:
         raise ConfigError("train.eval_steps", 0, "an evaluation has at least one global batch", "give --steps")
     whole = load_config(run / CONFIG_FILE)
-    from train.engine import parallel
-
     ranks = start(config)
-    try:
-        batches = _batches(config, ranks.device)
-        loss, bits = _evaluate(config, path, ranks, batches)
-        sites = _evaluate_sites(whole, config, path, ranks, batches, bits)
-    finally:
-        parallel.shutdown()
+    batches = _batches(config, ranks.device)
+    loss, bits = _evaluate(config, path, ranks, batches)
+    sites = _evaluate_sites(whole, config, path, ranks, batches, bits)
     return Result(
         run=str(run),
         checkpoint=str(path),
