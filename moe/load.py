@@ -3,7 +3,6 @@
 Counted on the device, without waiting for it, and summed over ranks when they are asked for.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .megatron import SiteRouter
+from .monitor import load_entropy
 
 _KEPT, _SKIPPED, _NONE, _TOKENS = range(4)
 
@@ -34,11 +34,23 @@ class LayerLoad:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the load over its logarithm's largest value: 1 when all experts are used alike, 0 when one has everything."""
-        if self.load.numel() == 1:
-            return 1.0
-        shares = self.load.double() / self.load.sum()
-        return float(-shares.xlogy(shares).sum()) / math.log(self.load.numel())
+        """See `moe.monitor.load_entropy`."""
+        return load_entropy(self.load)
+
+    @property
+    def max_load(self) -> float:
+        """Load of the busiest expert over the mean: 1 when all are used alike, E when one has everything."""
+        return float(self.load.max()) * self.load.numel() / float(self.load.sum())
+
+    def figures(self) -> dict[str, float]:
+        """What a metrics line says of the layer."""
+        assignments = self.kept + self.skipped
+        return {
+            "entropy": self.entropy,
+            "max_load": self.max_load,
+            "skip_rate": self.skipped / max(assignments, 1),
+            "none_resident": self.none_resident / max(self.tokens, 1),
+        }
 
 
 class ExpertLoad:
@@ -94,13 +106,15 @@ class ExpertLoad:
         }
 
     def figures(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-        """`collect` as a metrics line has it: each expert's share by 0-based layer; over all layers the mean entropy of the load, and the
-        shares of assignments that were skipped and of tokens without any resident expert."""
+        """`collect` as a metrics line has it: each expert's share and the routing by 0-based layer; over all layers the mean entropy of
+        the load, the busiest expert's over the mean, and the shares of assignments skipped and of tokens without any resident expert."""
         layers = self.collect(group)
         assignments = sum(layer.kept + layer.skipped for layer in layers.values())
         tokens = sum(layer.tokens for layer in layers.values())
         return {
             "expert_load": {str(number - 1): (layer.load / layer.load.sum()).tolist() for number, layer in layers.items()},
+            "layer_routing": {str(number - 1): layer.figures() for number, layer in layers.items()},
+            "expert_max_load": max((layer.max_load for layer in layers.values()), default=1.0),
             "expert_entropy": sum(layer.entropy for layer in layers.values()) / max(len(layers), 1),
             "skip_rate": sum(layer.skipped for layer in layers.values()) / max(assignments, 1),
             "none_resident": sum(layer.none_resident for layer in layers.values()) / max(tokens, 1),

@@ -1,4 +1,4 @@
-"""Watching the routers: how even the load is, whether the sites choose alike, and how far their routers have moved apart. Plain torch.
+"""Watching the routers: how even their load is, whether the sites choose alike, and how far they have moved apart. Plain torch.
 
 Every figure of two or more sites comes out of sums over the sites, so that an `Exchange` is all it takes and no site sees another's
 choices. With C[t, e] the number of sites that send token t to expert e, the pairs of sites that agree are C (C - 1) / 2; with W' the
@@ -18,18 +18,11 @@ from .exchange import Exchange
 
 
 def load_entropy(load: Tensor) -> float:
-    """Entropy of the shares of `load` (E,), assignments by expert, over that of an even load: 1 even, 0 all to one; NaN without any."""
-    total = float(load.sum())
-    if not total:
-        return math.nan
-    shares = load.double() / total
-    return float(-torch.xlogy(shares, shares).sum()) / math.log(load.numel()) if load.numel() > 1 else 1.0
-
-
-def max_load(load: Tensor) -> float:
-    """Load of the busiest expert of `load` (E,) over the mean: 1 even, E all to one; NaN without any."""
-    total = float(load.sum())
-    return float(load.max()) * load.numel() / total if total else math.nan
+    """Entropy of `load` (E,), assignments by expert, over that of an even one: 1 when all are used alike, 0 when one has everything."""
+    if load.numel() == 1:
+        return 1.0
+    shares = load.double() / load.sum()
+    return float(-torch.xlogy(shares, shares).sum()) / math.log(load.numel())
 
 
 def agreement(counts: Tensor, sites: int) -> float:

@@ -1,10 +1,12 @@
 """The counter of tokens per expert: what it counts, what it leaves out, and its sum over ranks."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPools
@@ -86,3 +88,15 @@ def test_a_group_sees_the_layers_of_all_its_ranks(ranks: RankPools) -> None:
     assert first.keys() == {1, 2} and empty == {}
     for layer, count in first.items():
         assert torch.equal(count.load, second[layer].load) and int(count.load.sum()) == 2 * 12
+
+
+def by_hand() -> dict[str, float]:
+    from moe.load import LayerLoad
+
+    return LayerLoad(torch.tensor([6, 2, 0, 0]), kept=5, skipped=3, none_resident=1, tokens=4).figures()
+
+
+def test_the_figures_of_a_layer_by_hand(ranks: RankPools) -> None:
+    (figures,) = ranks(1).run(by_hand)
+    entropy = (0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(4)
+    assert figures == pytest.approx({"entropy": entropy, "max_load": 3.0, "skip_rate": 3 / 8, "none_resident": 1 / 4})
