@@ -5,13 +5,22 @@ The counts come from the collectives and the sizes from what is stored, so neith
 
 import math
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moe.cost import Sizes
 from train.checkpoint.directory import CHECKPOINTS, newest_complete
+from train.config.compose import load_config
+from train.config.place import CONFIG_FILE
+from train.config.schema import Config
+from train.federation.planning import ACCOUNTINGS, meeting, round_bytes
+from train.tracking.readers import RunMetrics, read_metrics
 
+METRICS_FILE = "metrics.jsonl"
 _MODEL = ("embedding.", "decoder.", "output_layer.")
-_EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.w_(?:in|out)")
+_EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.w_(?:in|out)")
 _ROUTER = re.compile(r"decoder\.layers\.(\d+)\.mlp\.router\.weight")
 _STATISTICS = re.compile(r"\.router\.(?:expert_bias|local_tokens_per_expert)$")
 
@@ -19,22 +28,24 @@ _STATISTICS = re.compile(r"\.router\.(?:expert_bias|local_tokens_per_expert)$")
 def sizes_from_index(path: Path) -> Sizes:
     """Parameters by class, whole model, from the index of the checkpoint directory `path`.
 
-    Weights of experts are stacked along their first dim, and so are router rows, whatever part of the experts the site has. Padding of
-    the vocabulary counts, as it is trained and exchanged. Raises ValueError on an index that cannot be read, or has no weights.
+    A site's checkpoint has its own experts under their numbers, of which one a layer is enough, and all router rows. Padding of the
+    vocabulary counts, as it is trained and exchanged. Raises ValueError on an index that cannot be read, or has no weights.
     """
     from train.checkpoint.safety import read_index
 
     shapes = {name: shape for name, shape in read_index(path / ".metadata").items() if name.startswith(_MODEL)}
     if not shapes:
         raise ValueError(f"checkpoint {path}: its index names no weights of a model; use a checkpoint of a training run")
-    dense, expert, router_row = 0, dict[int, int](), dict[int, int]()
+    dense, experts, router_row = 0, dict[int, dict[int, int]](), dict[int, int]()
     for name, shape in shapes.items():
         if match := _EXPERT.fullmatch(name):
-            expert[int(match[1])] = expert.get(int(match[1]), 0) + math.prod(shape[1:])
+            of_layer, number = experts.setdefault(int(match[1]), {}), int(match[2])
+            of_layer[number] = of_layer.get(number, 0) + math.prod(shape)
         elif match := _ROUTER.fullmatch(name):
             router_row[int(match[1])] = math.prod(shape[1:])
         elif not _STATISTICS.search(name):
             dense += math.prod(shape)
+    expert = {layer: next(iter(of_layer.values())) for layer, of_layer in experts.items()}
     return Sizes(dense=dense, expert=expert, router_row=router_row)
 
 
@@ -42,3 +53,98 @@ def sizes_from_run(run_dir: Path) -> tuple[Sizes, Path] | None:
     """`sizes_from_index` of the newest complete checkpoint of a run, and that checkpoint; None when there is none."""
     path, _ = newest_complete(run_dir / CHECKPOINTS)
     return None if path is None else (sizes_from_index(path), path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteAccount:
+    """What one site's outer steps moved, counted and by formula, in bytes over all its rounds so far."""
+
+    site: int
+    rounds: int
+    """Outer steps, whole ones: with fragments, their parts together."""
+    sync_every: int
+    sent: int
+    """Counted in the collectives: put on the wire."""
+    received: int
+    payload: int
+    """Counted: handed over and got back."""
+    formula_payload: float
+    formula_ring: float
+    source: str
+    """Where the formula's parameters are from."""
+    caveats: tuple[str, ...]
+    """Why the two may differ; () for rounds in which all sites took part and none failed."""
+
+    @property
+    def payload_ratio(self) -> float:
+        """Counted over formula."""
+        return _ratio(self.payload, self.formula_payload)
+
+    @property
+    def ring_ratio(self) -> float:
+        """Counted, as sent, over formula."""
+        return _ratio(self.sent, self.formula_ring)
+
+    def line(self) -> str:
+        """One line of text."""
+        parts = [
+            f"site {self.site}: {self.rounds} outer steps",
+            f"payload {self.payload:,} bytes, formula {self.formula_payload:,.0f}, ratio {self.payload_ratio:.4f}",
+            f"sent {self.sent:,} bytes, ring formula {self.formula_ring:,.0f}, ratio {self.ring_ratio:.4f}",
+        ]
+        return "; ".join([*parts, *self.caveats])
+
+
+def account(config: Config, metrics: RunMetrics, sizes: Sizes, source: str) -> SiteAccount | None:
+    """Counted bytes of the site of `config` beside the formula with `sizes`; None before its first outer step."""
+    federation = config.federation
+    lines = [line for line in metrics.training if "outer_bytes" in line]
+    if federation.sites == 1 or federation.site is None or not lines:
+        return None
+    steps = int(lines[-1]["outer_round"])
+    if not steps:
+        return None
+    rounds = steps / federation.fragments
+    plan, sizes, _ = meeting(config, sizes)
+    formula = {kind: rounds * round_bytes(config, plan, sizes, federation.site, kind) for kind in ACCOUNTINGS}
+    return SiteAccount(
+        site=federation.site,
+        rounds=math.ceil(rounds),
+        sync_every=federation.sync_every,
+        sent=sum(line["outer_bytes"] for line in lines),
+        received=sum(line["outer_bytes_received"] for line in lines),
+        payload=sum(line["outer_payload_bytes"] for line in lines),
+        formula_payload=formula["payload"],
+        formula_ring=formula["ring"],
+        source=source,
+        caveats=tuple(_caveats(config, lines)),
+    )
+
+
+def account_of(place: Path) -> SiteAccount | None:
+    """`account` of the site whose directory is `place`, from its files; None without an outer step or a complete checkpoint."""
+    try:
+        config, metrics = load_config(place / CONFIG_FILE), read_metrics(place / METRICS_FILE)
+    except FileNotFoundError:
+        return None
+    found = sizes_from_run(place)
+    return None if found is None else account(config, metrics, found[0], f"the index of {found[1]}")
+
+
+def _caveats(config: Config, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    federation = config.federation
+    missing = sum(line["sites_present"] < federation.sites for line in lines)
+    if missing:
+        yield f"the formula has all sites in every round, and {missing} logged rounds had fewer"
+    if lines[-1]["outer_failed"]:
+        yield f"{lines[-1]['outer_failed']} rounds failed, whose bytes are counted"
+    if len({line.get("attempt") for line in lines}) > 1:
+        yield "the run was started again: what a rolled-back step moved is not counted, what brought a site up to date is"
+    if federation.policy == "rotating":
+        yield "experts that change hands are counted and not in the formula"
+    if int(lines[-1]["outer_round"]) % federation.fragments:
+        yield "fragments differ in size, and the last round is not whole"
+
+
+def _ratio(counted: float, formula: float) -> float:
+    return counted / formula if formula else math.nan

@@ -23,8 +23,8 @@ from train.config.schema import Config
 from train.federation.residency import residency_plan
 
 ACCOUNTINGS: tuple[Accounting, ...] = ("payload", "ring")
-TRANSFER_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
-"""Bytes of a parameter on the wire, by `federation.transfer_dtype`."""
+TRANSFER_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}
+"""Bytes of a parameter on the wire, by `federation.transfer_dtype`; int8 sends a scale of 4 bytes for each 256 numbers of a tensor."""
 DDP_BYTES = 4.0
 """Bytes of a gradient on the wire of a data-parallel run: the engine sums them in fp32."""
 PROJECTED, PROJECTED_SHARE, FRACTIONS = 100e9, 0.95, (1.0, 0.5, 0.25, 0.125)
@@ -37,6 +37,7 @@ def federation_plan(config: Config, sizes: Sizes, source: str) -> dict[str, Any]
     federation = config.federation
     if federation.sites == 1:
         return None
+    residents = residency_plan(config)
     plan, sizes, num_experts = meeting(config, sizes)
     sites = range(federation.sites)
     parameters = [resident_parameters(plan, sizes, site) for site in sites]
@@ -46,7 +47,7 @@ def federation_plan(config: Config, sizes: Sizes, source: str) -> dict[str, Any]
         "fraction": plan.fraction,
         "policy": federation.policy,
         "sync_every": federation.sync_every,
-        "residents": plan.describe().splitlines() if config.moe.experts else [],
+        "residents": residents.describe().splitlines() if residents is not None else [],
         "sizes": {"source": source, "total": sizes.total(num_experts), **class_totals(sizes, num_experts)},
         "site_parameters": parameters,
         "site_memory_model": [asdict(state_memory(count)) for count in parameters],
@@ -58,11 +59,15 @@ def federation_plan(config: Config, sizes: Sizes, source: str) -> dict[str, Any]
 
 
 def meeting(config: Config, sizes: Sizes) -> tuple[ResidencyPlan, Sizes, int]:
-    """Residency plan, sizes and number of experts that the cost model takes; a dense model counts as one expert of no size."""
-    plan = residency_plan(config)
+    """Residency plan, sizes and number of experts that the cost model takes; a dense model counts as one expert of no size.
+
+    In mode frozen every site has and takes over every expert, so each counts as held by all.
+    """
+    plan, sites = residency_plan(config), config.federation.sites
+    if plan is not None and config.moe.mode == "frozen":
+        return ResidencyPlan.build(plan.num_experts, sites, sites, "contiguous", 0, plan.layers), sizes, plan.num_experts
     if plan is not None:
         return plan, sizes, config.moe.experts
-    sites = config.federation.sites
     return (
         ResidencyPlan.build(1, sites, sites, "contiguous", 0, [0]),
         Sizes.uniform(dense=sizes.dense, expert=0, router_row=0, layers=[0]),
@@ -125,7 +130,7 @@ def _trade_offs(config: Config, sizes: Sizes, num_experts: int) -> list[dict[str
     replications = sorted({*sites, 1, federation.replication or federation.sites})
     every = sorted({*_ROUNDS, federation.sync_every})
     rows = trade_offs(sizes, num_experts, sites, replications, every, bytes_per_parameter=TRANSFER_BYTES[federation.transfer_dtype])
-    if not config.moe.experts:
+    if not config.moe.experts or config.moe.mode == "frozen":
         rows = [row for row in rows if row.replication == row.sites]
     return [asdict(row) for row in rows]
 
