@@ -27,9 +27,9 @@ class Meetings:
         """`membership` is None on all ranks but the first."""
         self._membership, self._ranks, self._say = membership, ranks, say
 
-    def meet(self, round: int, word: Word) -> Meeting | str:
-        """Meet the others after `round` outer steps; the reason in words when too few came in time."""
-        return self._try(round, word, None)
+    def meet(self, round: int, word: Word, timeout: float | None = None) -> Meeting | str:
+        """Meet the others after `round` outer steps; the reason in words when too few came in `timeout` seconds (None: as configured)."""
+        return self._try(round, word, timeout)
 
     def meet_at_start(self, round: int, word: Word, waiting: Callable[[], None]) -> Meeting:
         """Meet the others however long it takes, since they may be in the middle of a round. `waiting` is called now and then."""
