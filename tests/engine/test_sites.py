@@ -56,13 +56,15 @@ def test_skipping_nothing_is_the_ordinary_layer_bit_for_bit(ranks: RankPools, la
     same(skip, full)
 
 
-@pytest.mark.parametrize("gate", ["full", "kept"])
-def test_a_sites_layouts_train_alike(ranks: RankPools, gate: str) -> None:
+LAYOUTS: list[dict[str, Any]] = [{}, {"parallel.ep": 2}, {"parallel.pp": 2}, {**SP, "parallel.ep": 2}, {"train.recompute": "full"}]
+
+
+@pytest.mark.parametrize(("gate", "layouts"), [("full", LAYOUTS), ("kept", LAYOUTS[1:2])], ids=["full", "kept"])
+def test_a_sites_layouts_train_alike(ranks: RankPools, gate: str, layouts: list[dict[str, Any]]) -> None:
     changes = {**SKIP, "moe.gate": gate}
     ((want, routers),) = ranks(1).run(figures, changes)
     assert 0.3 < routers["skip_rate"] < 0.7 and 0.0 < routers["none_resident"] < 0.5
     assert 0.5 < routers["expert_entropy"] < 1.0 and {len(shares) for shares in routers["expert_load"].values()} == {8}
-    layouts: list[dict[str, Any]] = [{}, {"parallel.ep": 2}, {"parallel.pp": 2}, {**SP, "parallel.ep": 2}, {"train.recompute": "full"}]
     for layout in layouts:
         for got, theirs in ranks(2).run(figures, {**changes, **layout}):
             for (loss, norm, tokens), (want_loss, want_norm, want_tokens) in zip(got, want, strict=True):
