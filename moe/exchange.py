@@ -5,35 +5,28 @@ of the site numbers, and hands the sum back. The result does not depend on how t
 with the same bits. A site sends 2 (n - 1)/n of the bytes of what n sites sum, which is the least possible. No more than a bucket
 is staged: packing, encoding and the copies of the other sites take a few times its size, whatever the size of the model.
 
-| transfer | bytes an element | rounding |
-|---|---|---|
-| fp32 | 4 | none |
-| bf16 | 2 | every site's part and the sum, to 8 bits |
-| int8 | 1 + 4/256 | the same, to 1/254 of the largest magnitude among up to 256 neighbours of one tensor |
-
-Additions are in fp32 in every case. How values are rounded depends on a tensor alone, not on its neighbours or on buckets.
+Values may travel in bf16 or int8 (`moe/transfer.py`); additions are in fp32 in every case.
 """
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .store import Clients
+from .transfer import BYTES, CHUNK, TRANSFERS, buckets, chunks, decode, encode, unpack
+
 if TYPE_CHECKING:
     from .membership import Meeting
 
-Transfer = Literal["fp32", "bf16", "int8"]
-TRANSFERS = ("fp32", "bf16", "int8")
+_BUCKET = 2**22  # elements in flight at once: a small bucket lets a lost peer be noticed early, a large one pays for fewer round trips
 
-_BUCKET = 2**20  # elements in flight at once: a small bucket lets a lost peer be noticed early
-_CHUNK = 256  # neighbours that share a scale in int8
-_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+_NOT_CONNECTED = "not connected; call use() with the meeting first"
 
 
 class Exchange(Protocol):
@@ -90,7 +83,7 @@ class PairwiseExchange(_Counted):
             return
         transfer = "fp32" if exact else self.transfer
         with _contiguous(tensors) as dense:
-            for views in _buckets(dense, self._bucket, _CHUNK if transfer == "int8" else 1):
+            for views in buckets(dense, self._bucket, CHUNK if transfer == "int8" else 1):
                 self._sum_bucket(group, views, transfer)
 
     def copy(self, source: int, group: tuple[int, ...], tensors: list[Tensor]) -> None:
@@ -100,7 +93,7 @@ class PairwiseExchange(_Counted):
         if len(group) == 1:
             return
         with _contiguous(tensors) as dense:
-            for views in _buckets(dense, self._bucket, 1):
+            for views in buckets(dense, self._bucket, 1):
                 flat = torch.cat(views)
                 raw = flat.view(torch.uint8)
                 self.payload_bytes += raw.numel()
@@ -108,27 +101,27 @@ class PairwiseExchange(_Counted):
                     self._swap([(site, raw) for site in group if site != source], [])
                 else:
                     self._swap([], [(source, raw)])
-                    _unpack(flat, views)
+                    unpack(flat, views)
 
     def _sum_bucket(self, group: tuple[int, ...], views: list[Tensor], transfer: str) -> None:
         mine = group.index(self.site)
         flat = torch.cat(views)
-        self.payload_bytes += 2 * flat.numel() * _BYTES[transfer]
-        chunks = _chunks(views, len(group), transfer)
-        parts = flat.split([sum(lengths) for lengths in chunks])
-        out = [_encode(part, lengths, transfer) for part, lengths in zip(parts, chunks, strict=True)]
+        self.payload_bytes += 2 * flat.numel() * BYTES[transfer]
+        runs = chunks(views, len(group), transfer)
+        parts = flat.split([sum(lengths) for lengths in runs])
+        out = [encode(part, lengths, transfer) for part, lengths in zip(parts, runs, strict=True)]
         arrived = [torch.empty_like(out[mine]) for _ in group]
         # Its own part is rounded like those that travel: else the sum would depend on who owns the part, and so on the buckets.
         arrived[mine] = out[mine]
         self._swap(list(zip(group, out, strict=True)), list(zip(group, arrived, strict=True)))
-        total = _decode(arrived[0], chunks[mine], transfer)
+        total = decode(arrived[0], runs[mine], transfer)
         for raw in arrived[1:]:
-            total += _decode(raw, chunks[mine], transfer)
-        out[mine] = _encode(total, chunks[mine], transfer)
+            total += decode(raw, runs[mine], transfer)
+        out[mine] = encode(total, runs[mine], transfer)
         self._swap([(site, out[mine]) for site in group], list(zip(group, out, strict=True)))
-        for part, raw, lengths in zip(parts, out, chunks, strict=True):
-            part.copy_(_decode(raw, lengths, transfer))
-        _unpack(flat, views)
+        for part, raw, lengths in zip(parts, out, runs, strict=True):
+            part.copy_(decode(raw, lengths, transfer))
+        unpack(flat, views)
 
     def _swap(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
         """Send bytes to sites and fill buffers from sites, all at once; nothing goes to this site, and empty parts do not travel."""
@@ -176,8 +169,8 @@ class MeetingExchange(PairwiseExchange):
 
     A coordinate is a tensor- and pipeline-parallel one: `coordinate` (any text) keeps the groups of different ones apart. Every
     member calls `use(meeting)` before the round's first sum; connections are kept from meeting to meeting while the same sites come
-    and no round fails. A peer that is lost makes the call fail with RuntimeError within `limit` seconds without a byte from it.
-    Traffic is in the clear.
+    and no round fails. When a peer is lost, sums and copies raise RuntimeError at once or after `limit` seconds without a message
+    from it. Traffic is in the clear.
     """
 
     def __init__(
@@ -197,36 +190,48 @@ class MeetingExchange(PairwiseExchange):
         self._coordinate = coordinate
         self._limit = timedelta(seconds=limit)
         self._address = address
+        self._clients = Clients()
+        self._ranks: Mapping[int, int] = {}
         self._pg: Any = None
         self._name = ""
-        self._ranks: Mapping[int, int] = {}
+        self._problem = _NOT_CONNECTED
 
     def use(self, meeting: "Meeting") -> None:
-        """Be connected with the members of `meeting`. Raises RuntimeError when one of them does not answer within the limit."""
+        """Be connected with the members of `meeting`.
+
+        A member that cannot be reached within the limit is no error here, so that the step which then fails is the one place where a
+        round ends: the next sum or copy raises RuntimeError. Raises ValueError when this site is no member.
+        """
         if self.site not in meeting.members:
             raise ValueError(f"site={self.site}: is no member of the meeting of {list(meeting.members)}; call with its own meeting")
-        if self._pg is not None and self._name == meeting.group:
+        if self._name == meeting.group:
             return
         self.close()
         self._ranks = {site: rank for rank, site in enumerate(meeting.members)}
-        if len(meeting.members) > 1:
-            from .gloo import reconfigurable_group
-
-            pg = reconfigurable_group(self._address, self._limit)
-            prefix = f"{meeting.store}/{meeting.group}/{self._coordinate}"
-            pg.configure(prefix, str(self.site), self._ranks[self.site], len(meeting.members))
-            self._pg = pg
         self._name = meeting.group
+        if len(meeting.members) == 1:
+            return
+        from .gloo import BoundGloo
+
+        pg = BoundGloo(self._address, self._limit)
+        try:
+            store = dist.PrefixStore(f"{meeting.group}/{self._coordinate}", self._clients.get(meeting.store))
+            pg.join(store, self._ranks[self.site], len(meeting.members))
+        except (RuntimeError, OSError) as error:
+            self._clients.drop(meeting.store)
+            self._problem = f"sites {list(meeting.members)} did not connect: {error}"
+        else:
+            self._pg = pg
 
     def close(self) -> None:
         """Drop the connections; peers that wait for this site then fail at once."""
-        pg, self._pg, self._name, self._ranks = self._pg, None, "", {}
+        pg, self._pg, self._name, self._problem = self._pg, None, "", _NOT_CONNECTED
         if pg is not None:
             pg.abort(errored=False)
 
     def _swap(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
         if self._pg is None:
-            raise RuntimeError("exchange: not connected; call use() with the meeting first")
+            raise RuntimeError(f"exchange: {self._problem}")
         try:
             super()._swap(outgoing, incoming)
         except Exception:
@@ -307,72 +312,6 @@ def _ordered_sum(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
-
-
-def _buckets(tensors: Sequence[Tensor], size: int, grain: int) -> Iterator[list[Tensor]]:
-    """The elements of contiguous `tensors` in order, as lists of one-dim views of `size` elements or a few less.
-
-    A tensor is cut only at multiples of `grain`; where `size` is below it a bucket is one grain.
-    """
-    views: list[Tensor] = []
-    room = size
-    for flat in (tensor.view(-1) for tensor in tensors):
-        start = 0
-        while start < flat.numel():
-            take = min(flat.numel() - start, room)
-            if start + take < flat.numel():
-                take -= take % grain
-            if take == 0 and not views:
-                take = min(grain, flat.numel() - start)
-            if take:
-                views.append(flat[start : start + take])
-                start, room = start + take, room - take
-            if take == 0 or room <= 0:
-                yield views
-                views, room = [], size
-    if views:
-        yield views
-
-
-def _chunks(views: Sequence[Tensor], sites: int, transfer: str) -> list[list[int]]:
-    """Each site's part of a bucket as the lengths of the runs of elements that are encoded together; the parts are about alike."""
-    if transfer != "int8":
-        elements = sum(view.numel() for view in views)
-        return [[elements // sites + (site < elements % sites)] for site in range(sites)]
-    lengths = [min(_CHUNK, view.numel() - start) for view in views for start in range(0, view.numel(), _CHUNK)]
-    cuts = [site * len(lengths) // sites for site in range(sites + 1)]
-    return [lengths[start:end] for start, end in pairwise(cuts)]
-
-
-def _encode(part: Tensor, lengths: Sequence[int], transfer: str) -> Tensor:
-    """fp32 elements (n,) as bytes: in int8 the scales of the runs come first."""
-    if transfer == "fp32":
-        return part.contiguous().view(torch.uint8)
-    if transfer == "bf16":
-        return part.to(torch.bfloat16).view(torch.uint8)
-    if not lengths:
-        return torch.empty(0, dtype=torch.uint8)
-    runs = torch.tensor(lengths)
-    scale = torch.segment_reduce(part.abs(), "max", lengths=runs) / 127
-    # A run of zeros has scale 0 and is sent as zeros.
-    steps = part / torch.where(scale == 0, 1.0, scale).repeat_interleave(runs)
-    return torch.cat([scale.view(torch.uint8), steps.round_().to(torch.int8).view(torch.uint8)])
-
-
-def _decode(raw: Tensor, lengths: Sequence[int], transfer: str) -> Tensor:
-    """The elements of `_encode`, in fp32; a new tensor."""
-    if transfer == "fp32":
-        return raw.view(torch.float32).clone()
-    if transfer == "bf16":
-        return raw.view(torch.bfloat16).to(torch.float32)
-    split = 4 * len(lengths)
-    scale, steps = raw[:split].view(torch.float32), raw[split:].view(torch.int8)
-    return steps.to(torch.float32).mul_(scale.repeat_interleave(torch.tensor(lengths, dtype=torch.long)))
-
-
-def _unpack(flat: Tensor, views: Sequence[Tensor]) -> None:
-    for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
-        view.copy_(part)
 
 
 @contextmanager

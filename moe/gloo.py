@@ -11,10 +11,20 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
 from torchft.process_group import ProcessGroupGloo as _Reconfigurable
 
 
-class _BoundGloo(_Reconfigurable):
+class BoundGloo(_Reconfigurable):
+    """A group bound to `address` that `join` connects, again and again; `timeout` bounds the connecting and every message."""
+
     def __init__(self, address: str, timeout: timedelta) -> None:
         super().__init__(timeout=timeout)
         self._address = address
+
+    def join(self, store: Store, rank: int, size: int) -> None:
+        """Be rank `rank` of `size`; all ranks find each other under names that `store` has not seen before.
+
+        As torchft's `configure`, which would make a store client each time, and that can take seconds (`moe/store.py`).
+        """
+        self.abort(errored=False)
+        self._pg = self._create_pg(store, rank, size)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> ProcessGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -26,8 +36,3 @@ class _BoundGloo(_Reconfigurable):
         pg._set_default_backend(ProcessGroup.BackendType.GLOO)
         pg._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
         return pg
-
-
-def reconfigurable_group(address: str, timeout: timedelta) -> _BoundGloo:
-    """A group that its `configure` connects; `timeout` bounds the connecting and every message."""
-    return _BoundGloo(address, timeout)

@@ -19,13 +19,12 @@ weights and lose what they did meanwhile.
 Everything is in the clear, and whoever reaches the lighthouse can push a site out: a private network or a tunnel is needed.
 """
 
-import contextlib
+import atexit
 import json
-import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,6 +33,7 @@ from .lighthouse import SILENCE, join_address, quiet_torchft, split_address
 
 _BEAT = 0.5
 _SLACK = 2.0  # what a call may take beyond the time it waits for
+_CONTACT = 15.0
 _HUSH = "hush"
 
 
@@ -101,6 +101,8 @@ class Membership:
         for each later one. `address` is this host's address that others reach; by default the one from which the endpoint is
         reached, so loopback for a lighthouse there. Raises ValueError on arguments without sense.
         """
+        from . import store
+
         if not 0 <= site < sites:
             raise ValueError(f"site={site}: sites are numbered from 0 to {sites - 1}; choose one")
         if quorum is not None and not 1 <= quorum <= sites:
@@ -113,9 +115,11 @@ class Membership:
         self._start = start
         host, port = split_address(endpoint)
         self._endpoint = f"http://{join_address(host, port)}"
-        self.address = address or _address_towards(host, port)
-        self._store, self._store_address = _listen(self.address)
-        self._name, self._attempt = f"{run_id}/{site}/{uuid.uuid4().hex[:12]}", 0
+        self.address = address or store.address_towards(host, port)
+        self._store: Any
+        self._store, self._store_address = store.listen(self.address)
+        self._clients = store.Clients()
+        self._name, self._attempt = uuid.uuid4().hex[:12], 0
         self._group: dict[str, Any] | None = None
         self._stores: dict[int, str] = {}
         self._hosted: Meeting | None = None
@@ -124,6 +128,8 @@ class Membership:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
         self._thread.start()
+        # A heartbeat must not be under way when the interpreter ends: the process would end with a signal.
+        atexit.register(self.leave)
 
     def meet(self, step: int, data: Mapping[str, Any], *, timeout: float | None = None) -> Meeting:
         """Wait for the others and return the meeting; `step` is the number of outer steps done, `data` is JSON for the others.
@@ -134,7 +140,15 @@ class Membership:
         """
         limit = timeout if timeout is not None else self.deadline if self._stores else self._start
         end = time.monotonic() + limit + SILENCE + 2 * _SLACK
-        told = {"run": self.run_id, "site": self.site, "sites": self.sites, "group": self._group, "data": dict(data)}
+        told = {
+            "run": self.run_id,
+            "site": self.site,
+            "sites": self.sites,
+            "name": self._name,
+            "time": time.time(),
+            "group": self._group,
+            "data": dict(data),
+        }
         self._store.delete_key(_HUSH)
         self._silent.clear()
         problem = "it was not reached"
@@ -168,7 +182,13 @@ class Membership:
         limit = self.deadline if timeout is None else timeout
         agreed = ok
         if len(meeting.members) > 1:
-            agreed = bool(_within(limit + _SLACK, lambda: self._decide(meeting, ok, limit)))
+            from .store import within
+
+            # The first contact with a store may take seconds (see `moe/store.py`).
+            answer = within(limit + _CONTACT, lambda: self._decide(meeting, ok, limit))
+            if answer is None:
+                self._clients.drop(meeting.store)
+            agreed = bool(answer)
         self._group = {"name": meeting.group, "members": list(meeting.members)} if agreed else None
         self._hosted = meeting if meeting.members[0] == self.site and len(meeting.members) > 1 else None
         return agreed
@@ -176,11 +196,12 @@ class Membership:
     def leave(self) -> None:
         """Take no more part: no heartbeats, so that the others do not wait for this site."""
         self._ended.set()
-        self._thread.join(2 * SILENCE)
+        self._thread.join(2 * _SLACK)
 
     def close(self) -> None:
         """Leave, and close the store once the others have read the outcome of the last vote held in it."""
         self.leave()
+        atexit.unregister(self.leave)
         if self._hosted is not None:
             seen = [f"{self._hosted.prefix}/seen/{site}" for site in self._hosted.members if site != self.site]
             end = time.monotonic() + min(self.deadline, 10.0)
@@ -204,19 +225,21 @@ class Membership:
         )
 
     def _replica(self) -> str:
-        return f"{self._name}.{self._attempt}"
+        return f"{self.run_id}/{self.site}/{self._name}.{self._attempt}"
 
     def _read(self, quorum: Any) -> Meeting:
         told: dict[int, dict[str, Any]] = {}
         steps: dict[int, int] = {}
-        for participant in quorum.participants:
-            said = json.loads(participant.data["json"])
+        # A site that was killed while it waited and has come back is there twice: its later word counts.
+        for said, participant in sorted(((json.loads(p.data["json"]), p) for p in quorum.participants), key=lambda pair: pair[0]["time"]):
             if said["run"] != self.run_id or said["sites"] != self.sites:
                 other = f"{said['run']} of {said['sites']} sites"
                 raise ValueError(f"endpoint={self._endpoint}: serves run {other}, not {self.run_id} of {self.sites}; use one for each run")
             told[said["site"]], steps[said["site"]] = said, participant.step
             self._stores[said["site"]] = participant.store_address
         members = tuple(sorted(told))
+        if self.site in told and told[self.site]["name"] != self._name:
+            raise ValueError(f"site={self.site}: another process has joined {self.run_id} as this site; give each site its own number")
         prefix = f"{self.run_id}/{quorum.quorum_id}.{quorum.created.seconds}.{quorum.created.nanos}"
         group = told[members[0]]["group"]
         kept = group is not None and group["members"] == list(members) and all(said["group"] == group for said in told.values())
@@ -231,7 +254,7 @@ class Membership:
         )
 
     def _decide(self, meeting: Meeting, ok: bool, limit: float) -> bool:
-        store = _connect(meeting.store)
+        store = self._clients.get(meeting.store)
         end = time.monotonic() + limit
         votes = {site: f"{meeting.prefix}/vote/{site}" for site in meeting.members}
         decision = f"{meeting.prefix}/decision"
@@ -245,9 +268,11 @@ class Membership:
         return agreed
 
     def _hush_others(self) -> None:
+        from .store import within
+
         for site, address in self._stores.items():
             if site != self.site:
-                _within(_SLACK, lambda address=address: _connect(address).set(_HUSH, ""))  # type: ignore[misc]
+                within(_SLACK, lambda address=address: self._clients.get(address).set(_HUSH, ""))  # type: ignore[misc]
 
     def _beat(self) -> None:
         client: Any = None
@@ -260,56 +285,13 @@ class Membership:
                 continue
             try:
                 client = client or _client(self._endpoint)
-                client.heartbeat(self._replica(), timeout=timedelta(seconds=SILENCE))
+                client.heartbeat(self._replica(), timeout=timedelta(seconds=_SLACK))
             except (RuntimeError, TimeoutError, ConnectionError):
                 client = None
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This host's address on the interface that reaches `host`; no packet is sent."""
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
-def _listen(address: str) -> tuple[Any, str]:
-    """A store of this process and its `host:port`. As such torch's store listens on every interface; it takes a bound socket."""
-    from torch.distributed import TCPStore
-
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family)
-    port = listener.getsockname()[1]
-    store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno())
-    listener.detach()
-    return store, join_address(address, port)
-
-
-def _connect(address: str) -> Any:
-    from torch.distributed import TCPStore
-
-    host, port = split_address(address)
-    # Torch's client tries a dead address for its whole time limit and fills the log meanwhile.
-    socket.create_connection((host, port), timeout=_SLACK).close()
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=SILENCE))
 
 
 def _client(endpoint: str) -> Any:
     quiet_torchft()
     from torchft.coordination import LighthouseClient
 
-    return LighthouseClient(endpoint, timedelta(seconds=SILENCE))
-
-
-def _within(limit: float, call: Callable[[], Any]) -> Any:
-    """The answer of `call`, or None when it fails or takes longer: a store's calls wait for a stopped host without end."""
-    answer: list[Any] = []
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError, OSError):
-            answer.append(call())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit)
-    return answer[0] if answer else None
+    return LighthouseClient(endpoint, timedelta(seconds=_SLACK))
