@@ -48,6 +48,7 @@ AT_LEAST_ZERO = (
     "train.eval_every", "train.eval_steps", "train.max_bad_steps", "train.seed", "moe.experts", "moe.aux_coef", "moe.z_coef",
     "attention.offset", "attention.dense_heads", "optim.min_lr", "optim.warmup_steps", "optim.clip", "optim.weight_decay",
     "checkpoint.every", "checkpoint.keep_every", "train.hang_timeout", "train.max_restarts", "moe.bias_rate", "federation.overlap_steps",
+    "federation.probe",
 )  # fmt: skip
 ABOVE_ZERO = (
     "train.timeout",

@@ -35,6 +35,8 @@ class FederationConfig:
     """Parts of the layers that are synchronised one after the other, each every sync_every steps."""
     transfer_dtype: str = "fp32"
     """Type on the wire: `fp32`, `bf16` or `int8`. Sums are taken in fp32."""
+    probe: int = 1
+    """Rows on which the sites' routers are compared at each outer step, in two passes without gradients; 0: they are not compared."""
     site: int | None = None
     """Number of this site, from 0; null: the launcher starts them all on this host."""
     endpoint: str | None = None
