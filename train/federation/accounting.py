@@ -13,7 +13,7 @@ from typing import Any
 from moe.cost import Sizes
 from train.checkpoint.directory import CHECKPOINTS, newest_complete
 from train.config.compose import load_config
-from train.config.place import CONFIG_FILE
+from train.config.place import CONFIG_FILE, site_dirs
 from train.config.schema import Config
 from train.federation.planning import ACCOUNTINGS, meeting, round_bytes
 from train.tracking.readers import RunMetrics, read_metrics
@@ -50,9 +50,13 @@ def sizes_from_index(path: Path) -> Sizes:
 
 
 def sizes_from_run(run_dir: Path) -> tuple[Sizes, Path] | None:
-    """`sizes_from_index` of the newest complete checkpoint of a run, and that checkpoint; None when there is none."""
-    path, _ = newest_complete(run_dir / CHECKPOINTS)
-    return None if path is None else (sizes_from_index(path), path)
+    """`sizes_from_index` of the newest complete checkpoint of a run or of its first site that has one, and that checkpoint; None
+    when there is none."""
+    for place in site_dirs(run_dir):
+        path, _ = newest_complete(place / CHECKPOINTS)
+        if path is not None:
+            return sizes_from_index(path), path
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +127,10 @@ def account(config: Config, metrics: RunMetrics, sizes: Sizes, source: str) -> S
 
 def account_of(place: Path) -> SiteAccount | None:
     """`account` of the site whose directory is `place`, from its files; None without an outer step or a complete checkpoint."""
-    try:
-        config, metrics = load_config(place / CONFIG_FILE), read_metrics(place / METRICS_FILE)
-    except FileNotFoundError:
-        return None
     found = sizes_from_run(place)
-    return None if found is None else account(config, metrics, found[0], f"the index of {found[1]}")
+    if found is None or not (place / CONFIG_FILE).is_file() or not (place / METRICS_FILE).is_file():
+        return None
+    return account(load_config(place / CONFIG_FILE), read_metrics(place / METRICS_FILE), found[0], f"the index of {found[1]}")
 
 
 def _caveats(config: Config, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
