@@ -15,11 +15,10 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.offload_row import GIB, HYBRID, OURS, configuration
+from benchmarks.offload_row import GIB, HYBRID, MODEL, OURS, configuration
 from benchmarks.record import provenance
 from train.config.compose import write_atomic
 from train.config.largest import largest_models
@@ -49,8 +48,7 @@ class Bench:
 
     def model(self) -> dict[str, Any]:
         """What all requests share."""
-        names = ("layers", "width", "ffn_width", "heads", "vocabulary", "seq", "precision", "recompute")
-        return {name: getattr(self.arguments, name) for name in names}
+        return {name: getattr(self.arguments, name) for name in MODEL}
 
     def write(self) -> None:
         """Everything so far."""
@@ -133,7 +131,6 @@ def find_largest(bench: Bench) -> None:
         print("largest model: there is no GPU here whose memory would bound it", flush=True)
         return
     config = configuration({**bench.model(), "recompute": "full"})
-    config = replace(config, train=replace(config.train, recompute="full"))
     planned = {each.mode: each for each in largest_models(config, ParallelLayout.build(config, 1), device, host_bytes())}
     for mode in bench.arguments.largest:
         layers, tried = planned[mode].layers, dict[int, bool]()
@@ -161,14 +158,10 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536], help="tokens of a step")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--ffn-width", type=int, default=5632)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    for name in ("seq", "layers", "width", "ffn_width", "heads", "vocabulary"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=MODEL[name])
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default=MODEL["precision"])
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default=MODEL["recompute"])
     parser.add_argument("--out", type=Path, default=Path("offload.json"))
     bench = Bench(parser.parse_args())
     bench.content["rates"] = rates = bench.ask({"what": "rates"}, 180.0)

@@ -40,6 +40,10 @@ HYBRID = {
     "use_precision_aware_optimizer": True,
 }
 """Core's flags: everything on the host, its overlap and its pinning on. It needs the distributed optimiser, and parameters on a GPU."""
+MODEL: dict[str, Any] = {
+    "layers": 12, "width": 2048, "ffn_width": 5632, "heads": 16, "vocabulary": 32768, "seq": 4096, "precision": "bf16", "recompute": "none",
+}  # fmt: skip
+"""The model unless the command line says otherwise: 0.8 B parameters."""
 ROWS = 4
 GIB = 2**30
 
