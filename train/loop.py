@@ -113,7 +113,16 @@ class Trainer:
             return None
         from train.federation.run import Federation
 
-        return Federation(self.config, self.checkpoints.directory, self.ranks, self.chunks, self.optimizer, watchdog)
+        probe = self._probe_batches()
+        return Federation(self.config, self.checkpoints.directory, self.ranks, self.chunks, self.optimizer, watchdog, probe)
+
+    def _probe_batches(self) -> list[Batch]:
+        from train.federation.probe import probe_rows
+
+        source = self.source if self.validation is None else self.validation
+        rows = probe_rows(self.config)
+        ids = source.sample_ids(0, rows) if rows else []
+        return [_on_device(source.rows([number]), self.ranks.device) for number in ids]
 
     def begin(self, resumed: bool) -> None:
         """Get to where the run stands: from a checkpoint when it goes on, and up to date with the other sites when there are some."""
@@ -124,6 +133,8 @@ class Trainer:
             if other is not None:
                 self._load(checkpoint_path(self.checkpoints.directory, other))
             self.federation.join(self.progress)
+            if self.progress.step >= self.config.train.steps and self.checkpoints.saved_step < self.progress.step:
+                self.save(last=True)  # the others were at their last step
 
     def resume(self) -> None:
         """Go on from the newest complete checkpoint of the run, if there is one; incomplete ones are passed over with a word."""
@@ -176,7 +187,7 @@ class Trainer:
             stopping, written = result.flags
             step = self.progress.step
             if self.federation is not None and self.federation.due(step):
-                self.clock.time("outer", partial(self.federation.after_step, self.progress))
+                self.clock.time("outer", partial(self.federation.after_step, self.progress, stopping))
                 # A site that was behind goes on at the others' step.
                 logged_step, step = logged_step + self.progress.step - step, self.progress.step
             if self.federation is not None and stopping:
@@ -328,6 +339,14 @@ def _bigram(config: Config, tokenizer: Any) -> dict[str, float]:
     return {"bigram_bits_per_byte": bigram_bits_per_byte(ensure_demo_corpus(config.data), tokenizer)}
 
 
+def _say_what_moved(run_dir: Path) -> None:
+    from train.federation.accounting import account_of
+
+    moved = account_of(run_dir)
+    if moved is not None:
+        print(f"federation: {moved.line()}", flush=True)
+
+
 def pretrain(
     config: Config,
     run_dir: Path,
@@ -356,6 +375,8 @@ def pretrain(
         status = "completed" if trainer.run() else "preempted"
         if status == "preempted" and ranks.is_first:
             write_status(run_dir, state=status, attempt=attempt, exit_code=0, step=trainer.progress.step)
+        if federation is not None and ranks.is_first:
+            _say_what_moved(run_dir)
         return trainer.progress
     finally:
         watchdog.stop()  # trackers have time limits of their own

@@ -3,6 +3,7 @@
 Every method is collective in the site. `Membership` (`moe/membership.py`) is on rank 0 only.
 """
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -15,33 +16,55 @@ from moe.lighthouse import split_address
 from moe.membership import Meeting, Membership, NoMeeting
 from train.engine.parallel import Ranks
 from train.federation.agreement import Word
+from train.meeting import sites_there
+from train.worker import Hopeless
 
 _TRY_SECONDS = 30.0
 """How long one try to meet at the start lasts; the other ranks hear of each."""
+_ALONE_SECONDS = 600.0
+"""How long a site that starts waits for any sign of another one."""
 
 
 class Meetings:
     """A site's meetings with the others. `say` prints a line on rank 0."""
 
-    def __init__(self, membership: Membership | None, ranks: Ranks, say: Callable[[str], None]) -> None:
-        """`membership` is None on all ranks but the first."""
+    def __init__(self, membership: Membership | None, endpoint: str, ranks: Ranks, say: Callable[[str], None]) -> None:
+        """`membership` is None on all ranks but the first; `endpoint` is where its lighthouse is."""
         self._membership, self._ranks, self._say = membership, ranks, say
+        self._endpoint = endpoint if ranks.is_first else None
 
     def meet(self, round: int, word: Word, timeout: float | None = None) -> Meeting | str:
         """Meet the others after `round` outer steps; the reason in words when too few came in `timeout` seconds (None: as configured)."""
         return self._try(round, word, timeout)
 
     def meet_at_start(self, round: int, word: Word, waiting: Callable[[], None]) -> Meeting:
-        """Meet the others however long it takes, since they may be in the middle of a round. `waiting` is called now and then."""
-        began = said = time.monotonic()
+        """Meet the others as soon as they come, since they may be in the middle of a round. `waiting` is called now and then.
+
+        Raises Hopeless, on all ranks, when no other site has been heard of for ten minutes.
+        """
+        began = heard = time.monotonic()
         while True:
             waiting()
             meeting = self._try(round, word, _TRY_SECONDS)
             if isinstance(meeting, Meeting):
                 return meeting
-            if time.monotonic() - said > 2 * _TRY_SECONDS or said == began:
-                said = time.monotonic()
-                self._say(f"federation: waiting for the other sites since {said - began:.0f} s ({meeting})")
+            now = time.monotonic()
+            self._say(f"federation: waiting for the other sites since {now - began:.0f} s ({meeting})")
+            if self._others_there():
+                heard = now
+            elif now - heard > _ALONE_SECONDS:
+                raise Hopeless(
+                    f"federation: no other site was heard of for {now - heard:.0f} s; start all sites of the run, or go on with all"
+                )
+
+    def _others_there(self) -> bool:
+        """Whether sites besides this one send heartbeats, as rank 0 finds them where sites meet."""
+        told = [True]
+        if self._endpoint is not None:
+            with contextlib.suppress(ValueError):
+                told[0] = (sites_there(self._endpoint) or 0) > 1
+        dist.broadcast_object_list(told)
+        return told[0]
 
     def _try(self, round: int, word: Word, timeout: float | None) -> Meeting | str:
         outcome: list[Any] = [None]

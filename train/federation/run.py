@@ -8,7 +8,7 @@ what they share in the same exchange, and takes step and schedule from them.
 Created only when `federation.sites` is over 1. Every method is collective in the site.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,16 +21,21 @@ from moe.outer import Commit, OuterReport, OuterStep
 from moe.outer_flight import RoundFailed
 from train.checkpoint.directory import list_checkpoints, manifest_of
 from train.config.schema import Config
+from train.data.dataset import Batch
 from train.engine.masters import masters, publish
 from train.engine.parallel import Ranks
 from train.federation.agreement import Saved, Word, action, beginnings, due, place
 from train.federation.meetings import Meetings, own_address
 from train.federation.parameters import SiteParameters
 from train.federation.presence import Presence
+from train.federation.probe import router_probe
 from train.federation.residency import residency_plan
 from train.federation.state import OuterKeeper
 from train.federation.weights import Seen
 from train.watchdog import Watchdog
+
+_PARTING = 10.0
+"""How long a site that was asked to stop waits for the others at an outer step, in seconds."""
 
 
 class Standing(Protocol):
@@ -58,8 +63,18 @@ class _Landing:
 class Federation:
     """This rank's view of its site among the others."""
 
-    def __init__(self, config: Config, directory: Path, ranks: Ranks, chunks: list[Any], optimizer: Any, watchdog: Watchdog) -> None:
-        """Heartbeats to the others begin; `start` meets them. `directory` is where this site's checkpoints lie."""
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        ranks: Ranks,
+        chunks: list[Any],
+        optimizer: Any,
+        watchdog: Watchdog,
+        probe: Sequence[Batch] = (),
+    ) -> None:
+        """Heartbeats to the others begin; `start` meets them. `directory` is where this site's checkpoints lie, `probe` what the routers
+        are compared on."""
         federation = config.federation
         assert federation.site is not None and federation.endpoint is not None
         self.site, self.sites = federation.site, federation.sites
@@ -76,7 +91,7 @@ class Federation:
                 run_id=str(config.run.name),
             )
         self._presence = Presence(self.site, self.sites, ranks)
-        self._meetings = Meetings(membership, ranks, self._presence.say)
+        self._meetings = Meetings(membership, federation.endpoint, ranks, self._presence.say)
         # In mode frozen every site has every expert: all take them over from those that train them.
         self._parameters = SiteParameters(
             masters(chunks, optimizer), lambda: publish(chunks, optimizer), ranks, experts_at_all=config.moe.mode == "frozen"
@@ -103,11 +118,15 @@ class Federation:
                 fragments=federation.fragments,
                 sites=self.sites,
             )
+        sends, address = self._exchange is not None, own_address(federation.endpoint)
+        self._probe = router_probe(config, ranks, chunks, probe, sends, address, self._presence.say)
         self.keeper = OuterKeeper(config, plan, self._outer, self._parameters.named)
         """The outer state, for `train.engine.checkpoint`."""
         self._round, self._line = 0, ""
         self._landing: _Landing | None = None
         self._first: Meeting | None = None
+        self._owed = False
+        """Whether an outer step was given up because this site was asked to stop."""
 
     def start(self, standing: Standing) -> int | None:
         """Meet the other sites at the start of this process. Returns the step of the checkpoint to load instead of the present one.
@@ -137,7 +156,12 @@ class Federation:
             else:
                 joined = self._catch_up(meeting, standing)
             if joined:
-                return
+                break
+        if self._owed:
+            self._owed = False
+            self.after_step(standing)
+        if self._landing is not None and standing.step >= self._config.train.steps:
+            self._land(standing)
 
     def due(self, step: int) -> bool:
         """Whether something is to be done after local step `step`."""
@@ -145,8 +169,12 @@ class Federation:
         landing = self._landing is not None and step >= min(self._landing.step, self._config.train.steps)
         return landing or due(step, federation.sync_every, federation.fragments)[0]
 
-    def after_step(self, standing: Standing) -> None:
-        """Take the outer step that is due, or apply a delayed one. May move `standing` to the step of sites that are ahead."""
+    def after_step(self, standing: Standing, stopping: bool = False) -> None:
+        """Take the outer step that is due, or apply a delayed one. May move `standing` to the step of sites that are ahead.
+
+        `stopping`: this site was asked to stop, and so were the others, perhaps: they are not waited for long, and a site that
+        starts again takes the outer step that it missed so first of all.
+        """
         federation, steps = self._config.federation, self._config.train.steps
         if self._landing is not None and standing.step >= min(self._landing.step, steps):
             self._land(standing)
@@ -154,9 +182,10 @@ class Federation:
         if is_due:
             self._at("meeting the other sites", standing)
             word = Word(phase="round", step=standing.step, line=self._line, fragment=fragment, tokens=standing.tokens)
-            meeting = self._meetings.meet(self._round, word)
+            meeting = self._meetings.meet(self._round, word, min(federation.deadline, _PARTING) if stopping else None)
             if isinstance(meeting, str):
                 self._presence.failed(meeting, standing.step)
+                self._owed = stopping
             else:
                 self._presence.seen(meeting, standing.step)
                 self._round_of(meeting, standing)
@@ -170,9 +199,8 @@ class Federation:
     def figures(self) -> dict[str, Any]:
         """What the outer steps since the last line moved and who took part; {} when there was none."""
         exchange = self._exchange
-        return self._presence.figures(
-            (exchange.bytes_sent, exchange.bytes_received, exchange.payload_bytes) if exchange is not None else None
-        )
+        moved = (exchange.bytes_sent, exchange.bytes_received, exchange.payload_bytes) if exchange is not None else None
+        return self._presence.figures(moved) | self._probe.figures()
 
     def save(self, standing: Standing) -> dict[str, Any]:
         """Hold the state for a checkpoint (`keeper`), after the vote on a step in flight; returns its part of the manifest."""
@@ -193,6 +221,7 @@ class Federation:
             "round": self._round,
             "line": self._line,
             "landing": flight,
+            "owed": self._owed,
             "seen": seen,
             **self.keeper.about(),
             "outer": self.keeper.take(),
@@ -202,6 +231,7 @@ class Federation:
         """Go on from a checkpoint's part of the manifest, after `keeper` has restored its tensors."""
         self._round, self._line = int(stored["round"]), str(stored["line"])
         self._seen.load_state_dict(stored["seen"])
+        self._owed = bool(stored["owed"])
         landing = stored["landing"]
         self._landing = None if landing is None else _Landing(**landing, meeting=None, begun=True)
 
@@ -212,6 +242,7 @@ class Federation:
     def leave(self) -> None:
         """End: part from the others once they have what they need from this site. Not collective, so that a failed rank can, too."""
         self._meetings.leave()
+        self._probe.close()
         if self._exchange is not None:
             self._exchange.close()
 
@@ -235,6 +266,8 @@ class Federation:
         words = _words(meeting)
         step, fragment = place(words)
         behind = 0 if self.site in meeting.current else max(1, meeting.number - meeting.steps[self.site])
+        self._at("probe of the routers", standing)
+        self._probe.before(meeting)
         self._at("weights to the site's senders", standing)
         self._parameters.pull()
         weights = self._seen.weights(fragment, self._parameters.named, self._parameters.experts)
@@ -341,6 +374,9 @@ class Federation:
             dist.all_gather_object(gathered, stayed)
         orphans = getattr(report, "orphans", ())
         self._presence.done(self._round, behind, [name for names in gathered if names for name in names], orphans, standing.step)
+        if stepped:
+            self._at("probe of the routers", standing)
+            self._probe.after()
 
     def _move(self, standing: Standing, step: int) -> None:
         if step > standing.step:
