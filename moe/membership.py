@@ -134,12 +134,15 @@ class Membership:
     def meet(self, step: int, data: Mapping[str, Any], *, timeout: float | None = None) -> Meeting:
         """Wait for the others and return the meeting; `step` is the number of outer steps done, `data` is JSON for the others.
 
-        Raises NoMeeting when fewer sites than the quorum came within `timeout` seconds (by default `start` for the first meeting,
-        `deadline` after that; some seconds more where sites died), and ValueError when the lighthouse serves another run. A site
-        that was late is admitted at the others' next meeting, so it should wait about a round for it.
+        Raises NoMeeting when fewer sites than the quorum came within `timeout` seconds (by default 9 more than `start` for the first
+        meeting, and than `deadline` after that), and ValueError when the lighthouse serves another run or another process joined as
+        this site. A site that was late is admitted at the others' next meeting, so it should wait about a round for it.
         """
-        limit = timeout if timeout is not None else self.deadline if self._stores else self._start
-        end = time.monotonic() + limit + SILENCE + 2 * _SLACK
+        limit = timeout
+        if limit is None:
+            # Those who are there at the deadline still need the silence of the late ones, or of the dead.
+            limit = (self.deadline if self._stores else self._start) + SILENCE + 2 * _SLACK
+        end = time.monotonic() + limit
         told = {
             "run": self.run_id,
             "site": self.site,
@@ -276,18 +279,17 @@ class Membership:
 
     def _beat(self) -> None:
         client: Any = None
-        while not self._ended.wait(_BEAT):
-            store = self._store
-            if self._silent.is_set() or store is None:
-                continue
-            if store.check([_HUSH]):
+        while True:
+            if not self._silent.is_set() and self._store.check([_HUSH]):
                 self._silent.set()
-                continue
-            try:
-                client = client or _client(self._endpoint)
-                client.heartbeat(self._replica(), timeout=timedelta(seconds=_SLACK))
-            except (RuntimeError, TimeoutError, ConnectionError):
-                client = None
+            if not self._silent.is_set():
+                try:
+                    client = client or _client(self._endpoint)
+                    client.heartbeat(self._replica(), timeout=timedelta(seconds=_SLACK))
+                except (RuntimeError, TimeoutError, ConnectionError):
+                    client = None
+            if self._ended.wait(_BEAT):
+                return
 
 
 def _client(endpoint: str) -> Any:
