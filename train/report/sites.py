@@ -1,36 +1,56 @@
 """What a site's report says of the others: bytes of the outer steps beside the formula, and how alike the sites' routers are."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from train.config.schema import Config
-from train.federation.accounting import SiteAccount, account, sizes_from_run
+from train.federation.accounting import SiteAccount, account_of
 from train.report.curves import Picture
+from train.report.page import Section
 from train.report.style import BLUE, GREY, ORANGE, VERMILLION, figure, save, tidy
 from train.report.summary import Row
 from train.tracking.readers import RunMetrics
 
+if TYPE_CHECKING:
+    from train.report.whole import Whole
 
-def site_rows(config: Config, metrics: RunMetrics, place: Path) -> list[Row]:
-    """Bytes that the site in `place` moved, counted and by both formulas; [] before an outer step and for a run of one site."""
-    found = sizes_from_run(place) if config.federation.sites > 1 else None
-    moved = None if found is None else account(config, metrics, found[0], f"the index of {found[1].name}")
-    return [] if moved is None else _rows(moved)
+
+def traffic_section(whole: "Whole") -> Section:
+    """Bytes of every site's outer steps, counted and by both formulas, with the parameters of its checkpoint's index."""
+    places = [whole.run_dir / "sites" / str(site) for site in whole.metrics]
+    accounts = [moved for place in places if (moved := account_of(place)) is not None]
+    note = (
+        "Payload is what a site hands over and gets back, ring what a bandwidth-optimal sum sends: different figures for the same run. "
+        "Counts are those of the collectives; the formula's parameters are from the index of each site's newest checkpoint."
+    )
+    head = [Row(name="counted and by formula", value="", note=note)] if accounts else []
+    return Section("Bytes between sites", [], head + [row for moved in accounts for row in _rows(moved)])
 
 
 def _rows(moved: SiteAccount) -> list[Row]:
-    steps = f"in {moved.rounds:,} outer steps of {moved.sync_every} local steps"
+    site, steps = f"site {moved.site}", f"{moved.rounds:,} outer steps of {moved.sync_every} local steps"
     rows = [
-        Row(name="bytes handed over and got back", value=f"{moved.payload:,}", note=f"payload, counted, {steps}"),
-        Row(name="payload by formula", value=f"{moved.formula_payload:,.0f}", note=f"counted / formula {moved.payload_ratio:.4f}"),
-        Row(name="bytes sent", value=f"{moved.sent:,}", note=f"counted; {moved.received:,} received"),
-        Row(name="ring by formula", value=f"{moved.formula_ring:,.0f}", note=f"sent / formula {moved.ring_ratio:.4f}"),
-        Row(name="parameters of the formulas", value=moved.source.split()[-1], note=f"from {moved.source}"),
+        Row(
+            name=f"{site}: payload",
+            value=f"{moved.payload:,}",
+            note=f"formula {moved.formula_payload:,.0f}, counted / formula {moved.payload_ratio:.4f}; {steps}",
+        ),
+        Row(
+            name=f"{site}: sent",
+            value=f"{moved.sent:,}",
+            note=f"ring formula {moved.formula_ring:,.0f}, counted / formula {moved.ring_ratio:.4f}; {moved.received:,} received",
+        ),
     ]
-    return rows + [Row(name="to bear in mind", value="", note=caveat) for caveat in moved.caveats]
+    return rows + [Row(name=f"{site}: to bear in mind", value="", note=caveat) for caveat in moved.caveats]
+
+
+def routers_section(whole: "Whole") -> Section:
+    """How alike the sites' routers are, by the first site's metrics (every site logs the same), and how that site routes."""
+    for metrics in whole.metrics.values():
+        return Section("Routers", router_pictures(metrics, whole.folder))
+    return Section("Routers")
 
 
 def by_layer(metrics: RunMetrics, key: str, inner: str | None = None) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -18,6 +18,7 @@ from train.federation.residency import residency_plan
 from train.report.files import bigram_of, facts_of, make_folder, metrics_of, sample_of, status_words, write_page
 from train.report.page import Section, render
 from train.report.patterns import pattern_pictures
+from train.report.sites import routers_section, traffic_section
 from train.report.summary import Row, configuration_rows
 from train.report.whole_pictures import evaluation_picture, load_picture, sites_loss_picture
 from train.tracking.readers import RunMetrics
@@ -133,5 +134,5 @@ def _attention(whole: Whole) -> Section:
     return Section("Attention", pattern_pictures(whole.config, whole.folder))
 
 
-SECTIONS: tuple[Callable[[Whole], Section], ...] = (_training, _skipping, _experts, _attention)
+SECTIONS: tuple[Callable[[Whole], Section], ...] = (_training, _skipping, traffic_section, _experts, routers_section, _attention)
 """In the order of the page."""

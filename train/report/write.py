@@ -10,6 +10,7 @@ from train.report.experts import expert_pictures
 from train.report.files import bigram_of, facts_of, make_folder, metrics_of, sample_of, status_words, write_page
 from train.report.page import Section, render
 from train.report.patterns import pattern_pictures
+from train.report.sites import router_pictures
 from train.report.summary import configuration_rows, figure_rows
 from train.report.whole import write_whole
 
@@ -49,6 +50,7 @@ def write_report(run_dir: Path) -> Path:
         Section("Training", ([loss] if loss else []) + curve_pictures(metrics, folder)),
         Section("Attention", pattern_pictures(config, folder)),
         Section("Experts", expert_pictures(metrics, folder)),
+        Section("Routers", router_pictures(metrics, folder)),
     ]
     text = render(
         title=config.run.name or run_dir.resolve().name,
