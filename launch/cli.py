@@ -47,7 +47,11 @@ COMMANDS = {
         "launch.commands:checkpoints",
     ),
     "report": Command("<run>", "draw a run's curves and patterns into <run>/report/index.html", "launch.commands:report"),
-    "doctor": Command("", "what this machine offers: devices, packages, attention back ends", "launch.commands:doctor"),
+    "doctor": Command(
+        "[--bandwidth]",
+        "what this machine offers: devices, packages, attention back ends; --bandwidth: how fast it moves and updates states",
+        "launch.commands:doctor",
+    ),
 }
 
 

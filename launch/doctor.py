@@ -1,10 +1,12 @@
-"""`leantron doctor`: what this machine offers a run: interpreter, packages, devices and the attention back ends with their reasons."""
+"""`leantron doctor`: what this machine offers a run: interpreter, packages, devices, the attention back ends and the
+host's Adams with their reasons."""
 
 import platform
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
 
 from launch.torchrun import available_cores
+from train.offload.deepspeed import why_not
 
 PACKAGES = ("torch", "megatron-core", "hydra-core", "triton", "numpy", "wandb", "deepspeed", "transformers")
 
@@ -31,7 +33,13 @@ def doctor() -> int:
         print(f"{label} attention (bfloat16, head dim 64, {device}): {choice.backend}")
         for name, reason in choice.refusals.items():
             print(f"  not {name}: {reason}")
+    print(_cpu_adam())
     return 0
+
+
+def _cpu_adam() -> str:
+    reason = why_not()
+    return f"DeepSpeed's CPU Adam (offload.cpu_adam): {'can be built here on first use' if reason is None else f'no, {reason}'}"
 
 
 def _version(name: str) -> str:

@@ -87,6 +87,7 @@ def test_every_layout_trains_as_with_none(ranks: RankPools, place: str, layout: 
 @pytest.mark.parametrize(
     ("precision", "source", "target"),
     [
+        ("bf16", "half", "half"),
         ("bf16", "none", "half"),
         ("bf16", "half", "cpu_step"),
         ("bf16", "cpu_step", "none"),
@@ -135,3 +136,73 @@ def write_weights(changes: dict[str, Any]) -> tuple[float, bool, bool]:
 def test_weights_written_from_outside_survive_a_step_without_a_rate(ranks: RankPools, place: str) -> None:
     for error, kept, changed in ranks(2).run(write_weights, {**BF16, **PLACES[place]}):
         assert error == 0.0 and kept and changed
+
+
+def train_ahead(changes: dict[str, Any], steps: range) -> tuple[Figures, Any, list[int], list[float]]:
+    """As `train` on a device with room for all states, and one backward whose step is not taken before each step.
+
+    Then how many buckets came ahead in each step, and what each waited for the host.
+    """
+    from unittest.mock import patch
+
+    from small_engine import micro_batches
+
+    from train.engine.offload import exposed_seconds
+    from train.engine.step import run_micro_batches
+    from train.offload.stream import Streamed
+
+    came: list[int] = []
+    real = Streamed.prefetch
+
+    def count(self: Streamed, room: int) -> int:
+        came[-1] += real(self, room)
+        return 0
+
+    results, waits = [], []
+    with patch("train.offload.adam.free_room", lambda device: 10**9), patch.object(Streamed, "prefetch", count):
+        engine = build(small_config({**changes, "optim.clip": CLIP}))
+        for step in steps:
+            came.append(0)
+            batches, train = micro_batches(engine, 100 + step), engine.config.train
+            engine.optimizer.zero_grad()
+            run_micro_batches(
+                engine.chunks, lambda b=batches: iter(b), engine.ranks, len(batches), train.micro_batch, train.seq_len, train=True
+            )
+            results.append(take_step(engine, step))
+            waits += exposed_seconds(engine.optimizer).values()
+    return [(result.loss, result.grad_norm) for result in results], pieces(engine), came, waits
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"parallel.tp": 2, "parallel.sp": True}, {"parallel.pp": 2, "parallel.vpp": 2}, {"parallel.ep": 2}],
+    ids=str,
+)
+def test_states_that_come_ahead_change_nothing(ranks: RankPools, layout: dict[str, Any]) -> None:
+    """Also those of a backward whose step was not taken: they are dropped, and come again."""
+    model = {**BF16, **MOE, **layout}
+    wanted = run(ranks, 2, model, range(3))
+    results = ranks(2).run(train_ahead, {**model, **PLACES["stream"]}, range(3))
+    assert results[0][0] == wanted[0]
+    assert_same(assemble([[piece for piece in state if not piece.name.startswith("random.")] for _, state, _, _ in results]), wanted[1])
+    parts = 2 if "parallel.ep" in layout else 1
+    for _, _, came, waits in results:
+        assert came == [2 * parts] * 3 and len(waits) == 3 and all(wait > 0 for wait in waits)
+
+
+def count_without_prefetch(changes: dict[str, Any]) -> int:
+    """How often states were asked to come ahead."""
+    from unittest.mock import patch
+
+    from train.offload.adam import OffloadedAdam
+
+    with patch.object(OffloadedAdam, "prefetch") as asked:
+        take_step(build(small_config(changes)), 0)
+    return asked.call_count
+
+
+def test_prefetch_can_be_left_out(ranks: RankPools) -> None:
+    streamed = {**BF16, **PLACES["stream"]}
+    assert all(count > 0 for count in ranks(2).run(count_without_prefetch, streamed))
+    assert ranks(2).run(count_without_prefetch, {**streamed, "offload.prefetch": False}) == [0, 0]
+    assert ranks(2).run(count_without_prefetch, {**BF16, **PLACES["cpu_step"]}) == [0, 0]

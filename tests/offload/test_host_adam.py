@@ -77,6 +77,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setattr(deepspeed.sysconfig, "get_path", lambda name: str(tools))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setattr(deepspeed, "_loaded", [])
@@ -196,6 +197,15 @@ def test_a_lock_file_of_a_dead_build_does_not_hang_the_next(stand_in: Path) -> N
     lock.parent.mkdir(parents=True)
     lock.touch()
     assert deepspeed.load() is not None and not lock.exists()
+
+
+def test_tools_of_the_environment_are_found_without_activating_it(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("STAND_IN_DOES", "assert os.environ['PATH'].startswith('/nowhere:')")
+    assert deepspeed.why_not() is None and deepspeed.load() is not None
+    assert deepspeed.os.environ["PATH"] == "/nowhere"
+    monkeypatch.setattr(deepspeed.sysconfig, "get_path", lambda name: "/nowhere either")
+    assert deepspeed.why_not() == "there is no C++ compiler (c++) on PATH, and its operation is compiled here"
 
 
 def test_the_build_is_only_prepared_where_it_is_insisted_on(stand_in: Path) -> None:

@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,9 +41,14 @@ def why_not() -> str | None:
         return "deepspeed is not installed"
     compiler = os.environ.get("CXX", "c++")
     for tool, what in ((compiler, "C++ compiler"), ("ninja", "build tool")):
-        if shutil.which(tool) is None:
+        if shutil.which(tool, path=_search_path()) is None:
             return f"there is no {what} ({tool}) on PATH, and its operation is compiled here"
     return None
+
+
+def _search_path() -> str:
+    """PATH with the scripts of this interpreter's environment, where pip puts ninja, also when the environment is not activated."""
+    return os.pathsep.join((os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")))
 
 
 def folder() -> Path:
@@ -107,15 +113,18 @@ def _locked(path: Path, seconds: float) -> Iterator[int]:
 
 @contextmanager
 def _extensions_in(place: Path) -> Iterator[None]:
-    before = os.environ.get("TORCH_EXTENSIONS_DIR")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(place)
+    """torch builds in `place`, with the tools of `_search_path`."""
+    changes = {"TORCH_EXTENSIONS_DIR": str(place), "PATH": _search_path()}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TORCH_EXTENSIONS_DIR"]
-        else:
-            os.environ["TORCH_EXTENSIONS_DIR"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _build(seconds: float, lock: int) -> None:
