@@ -16,7 +16,7 @@ from typing import Any
 
 from launch.devices import gpu_names, share_cores, share_gpus, sites_here
 from launch.supervise import supervise
-from launch.torchrun import WORKER, World, child_environment
+from launch.torchrun import AGENT, WORKER, World, child_environment
 from moe.lighthouse import split_address
 from train.config.place import claim, claim_sites, read_status, run_of
 from train.config.schema import Config
@@ -32,6 +32,8 @@ class Programs:
     """What torchrun starts on each process, with `--config <directory>/config.yaml`."""
     server: Sequence[str] = SERVER
     """What is started where sites meet, with `<host>:<port>`."""
+    agent: Sequence[str] = AGENT
+    """What starts the processes of a world."""
 
 
 REAL = Programs()
@@ -62,7 +64,7 @@ def run_claimed(config: Config, plan: dict[str, Any], programs: Programs, tell: 
             meeting = MeetingPoint(federation.endpoint, federation, log, programs.server, environment, wait_for_others=True)
     world = World(
         run_dir=place, attempt=attempt, processes=processes_of_host(config), environment=environment, worker=programs.worker,
-        max_restarts=config.train.max_restarts, go_on=go_on,
+        agent=programs.agent, max_restarts=config.train.max_restarts, go_on=go_on,
     )  # fmt: skip
     supervise([world], meeting)
     assert world.code is not None
@@ -87,7 +89,8 @@ def _all_sites(config: Config, run_dir: Path, plan: dict[str, Any], programs: Pr
     gpus = share_gpus(gpu_names(), sites, processes)
     worlds = [
         World(
-            run_dir=place, attempt=attempt, processes=processes, worker=programs.worker, max_restarts=config.train.max_restarts,
+            run_dir=place, attempt=attempt, processes=processes, worker=programs.worker, agent=programs.agent,
+            max_restarts=config.train.max_restarts,
             environment=environment | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[site])} if gpus[site] else {}),
             cores=cores[site], speaks=site == 0,
         )

@@ -24,16 +24,17 @@ from launch.packages import ROOT
 from train.config.place import CONFIG_FILE, write_status
 from train.worker import log_path, pace_path
 
+AGENT = ("-m", "launch.agent")
 WORKER = ("-m", "train.pretrain")
 SAVE_SECONDS = 120.0
 """How long the workers may take at least to finish their step, save and leave after a signal, before they are killed."""
 
 
-def command(run_dir: Path, processes: int, worker: Sequence[str] = WORKER) -> list[str]:
+def command(run_dir: Path, processes: int, worker: Sequence[str] = WORKER, agent: Sequence[str] = AGENT) -> list[str]:
     """Return the command line of torchrun's agent for a world on this host."""
     report = run_dir / "logs" / "agent.json"
     return [
-        sys.executable, "-P", "-m", "launch.agent", str(os.getpid()), str(report),
+        sys.executable, "-P", *agent, str(os.getpid()), str(report),
         f"--nproc-per-node={processes}", "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
         f"--rdzv-id={run_dir.name}-{os.getpid()}", "--local-addr=127.0.0.1", "--max-restarts=0", "--monitor-interval=0.2",
         *worker, "--config", str(run_dir / CONFIG_FILE),
@@ -82,6 +83,8 @@ class World:
     """Of its processes."""
     worker: Sequence[str] = WORKER
     """What torchrun starts on each process; it gets `--config <run>/config.yaml`."""
+    agent: Sequence[str] = AGENT
+    """Our torchrun."""
     max_restarts: int = 0
     """How often all ranks are started again after a failure that another start may mend; they go on from the newest checkpoint."""
     cores: Sequence[int] | None = None
@@ -107,7 +110,7 @@ class World:
         self._terminal = (Terminal if self.speaks else LogOnly)(log_path(self.run_dir, 0))
         with _on(self.cores):
             self._process = subprocess.Popen(
-                command(self.run_dir, self.processes, self.worker),
+                command(self.run_dir, self.processes, self.worker, self.agent),
                 env=dict(self.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=self._terminal.stdout,

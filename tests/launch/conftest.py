@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STUB, SERVER = Path(__file__).with_name("stub_worker.py"), Path(__file__).with_name("stub_server.py")
+STUB, SERVER, AGENT = (str(Path(__file__).with_name(f"stub_{name}.py")) for name in ("worker", "server", "agent"))
 _CODE = f"""
-import sys
+import os, sys
 from launch import cli, pretrain
 from launch.sites import Programs
-pretrain.pretrain.__defaults__ = (Programs(({str(STUB)!r},), ({str(SERVER)!r},)),)
+from launch.torchrun import AGENT
+agent = ({AGENT!r},) if os.environ["STUB_AGENT"] else AGENT
+pretrain.pretrain.__defaults__ = (Programs(({STUB!r},), ({SERVER!r},), agent),)
 sys.exit(cli.main(["pretrain", *sys.argv[1:]]))
 """
 
@@ -28,6 +30,8 @@ class Launcher:
     """Starts `leantron pretrain` in `folder`; the stub's ranks do what `plan` says (see stub_worker.py)."""
 
     folder: Path
+    agent: str = ""
+    """Anything: torchrun's place is taken by a stub that starts within a second."""
     started: list["subprocess.Popen[str]"] = field(default_factory=list)
 
     def environment(self, **extra: str) -> dict[str, str]:
@@ -40,7 +44,7 @@ class Launcher:
     ) -> "subprocess.Popen[str]":
         """Start it, output piped unless `popen` says otherwise."""
         command = [sys.executable, "-c", _CODE, *overrides]
-        environment = self.environment(STUB_PLAN=json.dumps(plan or {}), **(extra or {}))
+        environment = self.environment(STUB_PLAN=json.dumps(plan or {}), STUB_AGENT=self.agent, **(extra or {}))
         settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | popen
         process = subprocess.Popen(command, cwd=self.folder, env=environment, **settings)
         self.started.append(process)
@@ -68,6 +72,14 @@ class Launcher:
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     """A launcher in an empty folder."""
     launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher in an empty folder whose torchrun is a stub, too."""
+    launcher = Launcher(tmp_path, agent="stub")
     yield launcher
     launcher.close()
 

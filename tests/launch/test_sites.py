@@ -28,10 +28,10 @@ def gone(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
-def test_two_sites_from_plan_to_status(launcher) -> None:
-    done = launcher.run(*SITES, "run.name=two", CUDA_VISIBLE_DEVICES="")
+def test_two_sites_from_plan_to_status(quick) -> None:
+    done = quick.run(*SITES, "run.name=two", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
-    run = launcher.folder / "runs/two"
+    run = quick.folder / "runs/two"
     assert {path.name for path in run.iterdir()} == {".lock", ".turn", "config.yaml", "plan.json", "status.json", "logs", "sites"}
     assert "2 on this host, 1 process each, on the CPU" in done.stdout
     assert done.stdout.count("stub rank 0 of 1") == 1, "only site 0 speaks to the terminal"
@@ -45,7 +45,7 @@ def test_two_sites_from_plan_to_status(launcher) -> None:
     threads = max(1, len(ours) // 2)
     for place in site_dirs(run):
         assert f"stub rank 0 of 1, threads {threads}" in (place / "logs/rank_0.log").read_text()
-    status = launcher.status("two")
+    status = quick.status("two")
     assert (status["state"], status["exit_code"], status["attempt"]) == ("completed", 0, 1)
     assert {site: (part["state"], part["attempt"]) for site, part in status["sites"].items()} == {
         "0": ("completed", 1),
@@ -54,30 +54,30 @@ def test_two_sites_from_plan_to_status(launcher) -> None:
     assert f"at {about[0]['endpoint']} --quorum 2 --deadline 60.0" in (run / "logs/meeting.log").read_text()
 
 
-def test_a_failed_site_is_named_and_the_other_goes_on(launcher) -> None:
-    done = launcher.run(*SITES, "run.name=f", plan={"1/0": "raise"})
+def test_a_failed_site_is_named_and_the_other_goes_on(quick) -> None:
+    done = quick.run(*SITES, "run.name=f", plan={"1/0": "raise"})
     assert done.returncode == 1
     first, last = done.stderr.splitlines()
     why = "failed with exit code 1: RuntimeError: the stub was told to fail"
     assert first.startswith("runs/f/sites/1: rank 0 (process ") and first.endswith(f"{why}; its log: runs/f/sites/1/logs/rank_0.log")
     assert last.startswith("runs/f: site 0 completed, site 1 failed (rank 0 (process ")
     assert last.endswith(f"{why}); go on with `leantron pretrain resume=runs/f`")
-    status = launcher.status("f")
+    status = quick.status("f")
     assert (status["state"], status["exit_code"], status["sites"]["0"]["state"]) == ("failed", 1, "completed")
     assert (status["sites"]["1"]["state"], status["sites"]["1"]["failed_rank"]) == ("failed", 0)
 
 
-def test_a_site_starts_again_by_itself_and_all_resume(launcher) -> None:
-    done = launcher.run(*SITES, "run.name=r", "train.max_restarts=1", plan={"0/0": "kill once"})
+def test_a_site_starts_again_by_itself_and_all_resume(quick) -> None:
+    done = quick.run(*SITES, "run.name=r", "train.max_restarts=1", plan={"0/0": "kill once"})
     assert done.returncode == 0, done.stderr
     assert "runs/r/sites/0: restart 1 of 1, attempt 2" in done.stderr
-    assert [site_status(launcher.folder, "r", site)["attempt"] for site in range(2)] == [2, 1]
-    assert launcher.status("r")["attempt"] == 1
-    again = launcher.run("resume=runs/r", "train.steps=400")
+    assert [site_status(quick.folder, "r", site)["attempt"] for site in range(2)] == [2, 1]
+    assert quick.status("r")["attempt"] == 1
+    again = quick.run("resume=runs/r", "train.steps=400")
     assert again.returncode == 0, again.stderr
-    assert [site_status(launcher.folder, "r", site)["attempt"] for site in range(2)] == [3, 2]
-    assert launcher.status("r")["attempt"] == 2
-    configs = [load_config(place / "config.yaml") for place in (launcher.folder / "runs/r", *site_dirs(launcher.folder / "runs/r"))]
+    assert [site_status(quick.folder, "r", site)["attempt"] for site in range(2)] == [3, 2]
+    assert quick.status("r")["attempt"] == 2
+    configs = [load_config(place / "config.yaml") for place in (quick.folder / "runs/r", *site_dirs(quick.folder / "runs/r"))]
     assert [config.train.steps for config in configs] == [400] * 3
 
 
@@ -85,27 +85,26 @@ def test_a_site_starts_again_by_itself_and_all_resume(launcher) -> None:
     ("number", "plan", "code", "state", "line"),
     [
         (signal.SIGUSR1, "save", 0, "preempted", "runs/s: site 0 preempted (at step 7), site 1 preempted (at step 7)"),
-        pytest.param(signal.SIGINT, "wait", 130, "stopped", "runs/s: site 0 stopped, site 1 stopped", marks=pytest.mark.slow),
+        (signal.SIGINT, "wait", 130, "stopped", "runs/s: site 0 stopped, site 1 stopped"),
     ],
 )
-def test_a_signal_reaches_all_sites(launcher, wait_for: Wait, number: int, plan: str, code: int, state: str, line: str) -> None:
-    process = launcher.start(*SITES, "run.name=s", plan={"0": plan})
-    wait_for(waiting(launcher.folder, "s"), "the workers")
+def test_a_signal_reaches_all_sites(quick, wait_for: Wait, number: int, plan: str, code: int, state: str, line: str) -> None:
+    process = quick.start(*SITES, "run.name=s", plan={"0": plan})
+    wait_for(waiting(quick.folder, "s"), "the workers")
     below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == code, err
     assert err.splitlines()[-1] == f"{line}; go on with `leantron pretrain resume=runs/s`"
-    status = launcher.status("s")
+    status = quick.status("s")
     assert (status["state"], status["exit_code"]) == (state, code)
     assert [part["state"] for part in status["sites"].values()] == [state] * 2
     assert len(below) >= 5 and gone(below)
 
 
-@pytest.mark.slow
-def test_a_killed_launcher_leaves_no_process(launcher, wait_for: Wait) -> None:
-    process = launcher.start(*SITES, "run.name=l", plan={"0": "wait"})
-    wait_for(waiting(launcher.folder, "l"), "the workers")
+def test_a_killed_launcher_leaves_no_process(quick, wait_for: Wait) -> None:
+    process = quick.start(*SITES, "run.name=l", plan={"0": "wait"})
+    wait_for(waiting(quick.folder, "l"), "the workers")
     below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     assert len(below) >= 5  # the meeting point, two torchruns, two workers
     process.kill()
@@ -113,20 +112,19 @@ def test_a_killed_launcher_leaves_no_process(launcher, wait_for: Wait) -> None:
     wait_for(lambda: gone(below), "the children to end")
 
 
-@pytest.mark.slow
-def test_a_dead_meeting_point_is_started_again_and_a_run_belongs_to_one_launcher(launcher, wait_for: Wait) -> None:
-    process = launcher.start(*SITES, "run.name=m", plan={"0": "wait"})
-    wait_for(waiting(launcher.folder, "m"), "the workers")
-    log = launcher.folder / "runs/m/logs/meeting.log"
+def test_a_dead_meeting_point_is_started_again_and_a_run_belongs_to_one_launcher(quick, wait_for: Wait) -> None:
+    process = quick.start(*SITES, "run.name=m", plan={"0": "wait"})
+    wait_for(waiting(quick.folder, "m"), "the workers")
+    log = quick.folder / "runs/m/logs/meeting.log"
     wait_for(lambda: log.exists() and log.read_text().startswith("server "), "the meeting point")
     psutil.Process(int(log.read_text().split()[1])).kill()
     wait_for(lambda: len(log.read_text().splitlines()) == 2, "another one")
-    other = launcher.run("resume=runs/m")
+    other = quick.run("resume=runs/m")
     assert (other.returncode, other.stderr) == (
         2,
         "resume=runs/m: the run is still going on in another process; wait for it, or stop it first\n",
     )
-    alone = launcher.run("resume=runs/m", "federation.site=1", f"federation.endpoint={_endpoint(log)}")
+    alone = quick.run("resume=runs/m", "federation.site=1", f"federation.endpoint={_endpoint(log)}")
     assert (alone.returncode, alone.stderr) == (other.returncode, other.stderr)
     process.send_signal(signal.SIGTERM)
     assert "started again" in process.communicate(timeout=60)[1]
@@ -137,10 +135,9 @@ def _endpoint(log: Path) -> str:
     return log.read_text().split()[3]
 
 
-@pytest.mark.slow
-def test_a_sweep_over_sites(launcher) -> None:
-    done = launcher.run("-m", *SITES, "run.name=w", "train.seed=1,2", plan={"1/0": "raise"})
+def test_a_sweep_over_sites(quick) -> None:
+    done = quick.run("-m", *SITES, "run.name=w", "train.seed=1,2", plan={"1/0": "raise"})
     assert done.returncode == 1
-    assert [launcher.status(f"w_{number}")["state"] for number in range(2)] == ["failed", "failed"]
-    assert [site_status(launcher.folder, f"w_{number}", 0)["state"] for number in range(2)] == ["completed"] * 2
+    assert [quick.status(f"w_{number}")["state"] for number in range(2)] == ["failed", "failed"]
+    assert [site_status(quick.folder, f"w_{number}", 0)["state"] for number in range(2)] == ["completed"] * 2
     assert done.stderr.splitlines()[-1].startswith("sweep w: 2 of its runs failed (w_0, w_1)")

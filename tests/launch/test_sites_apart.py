@@ -30,15 +30,14 @@ def site() -> Callable[..., list[str]]:
     return lambda number, *more: [*common, f"federation.site={number}", f"federation.endpoint=127.0.0.1:{port}", *more]
 
 
-@pytest.mark.slow
-def test_two_launchers_make_one_run_and_the_first_serves_until_the_other_has_left(launcher, site, wait_for: Wait) -> None:
-    (launcher.folder / "heard").write_text("1")
-    second = launcher.start(*site(1, "parallel.processes=2"), plan={"1/0": "save"})
-    first = launcher.start(*site(0))
-    run = launcher.folder / "runs/x"
+def test_two_launchers_make_one_run_and_the_first_serves_until_the_other_has_left(quick, site, wait_for: Wait) -> None:
+    (quick.folder / "heard").write_text("1")
+    second = quick.start(*site(1, "parallel.processes=2"), plan={"1/0": "save"})
+    first = quick.start(*site(0, "parallel.processes=1"))
+    run = quick.folder / "runs/x"
     wait_for(lambda: (run / "sites/1/waiting_0").exists(), "site 1")
-    wait_for(lambda: (run / "sites/0/metrics.jsonl").exists() and launcher.status("x")["sites"]["0"]["state"] == "completed", "site 0")
-    assert launcher.status("x")["state"] == "running"
+    wait_for(lambda: (run / "sites/0/metrics.jsonl").exists() and quick.status("x")["sites"]["0"]["state"] == "completed", "site 0")
+    assert quick.status("x")["state"] == "running"
     assert first.poll() is None, "site 1 is still heard of"
     second.send_signal(signal.SIGTERM)
     _, err = second.communicate(timeout=60)
@@ -46,14 +45,14 @@ def test_two_launchers_make_one_run_and_the_first_serves_until_the_other_has_lef
     assert err.splitlines()[-1] == (
         "runs/x/sites/1: preempted by SIGTERM, saved at step 7; go on with `leantron pretrain resume=runs/x federation.site=1`"
     )
-    (launcher.folder / "heard").write_text("0")
+    (quick.folder / "heard").write_text("0")
     out, err = first.communicate(timeout=60)
     assert first.returncode == 0, err
     assert "stub rank 0 of 1" in out
     configs = [load_config(place / "config.yaml") for place in (run, *site_dirs(run))]
     assert [(config.federation.site, config.parallel.processes) for config in configs[1:]] == [(0, 1), (1, 2)]
     assert configs[0].federation.site is None
-    status = launcher.status("x")
+    status = quick.status("x")
     assert (status["state"], status["exit_code"]) == ("preempted", 0)
     assert {number: part["state"] for number, part in status["sites"].items()} == {"0": "completed", "1": "preempted"}
     assert json.loads((run / "sites/0/about_0").read_text())["gloo"] == "lo"
