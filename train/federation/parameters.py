@@ -13,7 +13,7 @@ The first data-parallel rank of a coordinate is its sender. `pull` brings the fp
 from there into masters and weights of every rank; both are collective in the site.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,6 +100,7 @@ class SiteParameters:
         everything = [unit for _, _, units in gathered for unit in units]
         self._pulls, self._pushes = _transfers(everything, self.senders)
         self._tensors: dict[tuple[str, int], Tensor] = {}
+        self._part_of: dict[tuple[str, int], int] = {}
         self.named: dict[str, Named] = {}
         """On a sender: the coordinate's parameters in host memory; `pull` fills them, `push` takes them. Empty on other ranks."""
         self.experts: dict[str, tuple[int, int]] = {}
@@ -116,10 +117,23 @@ class SiteParameters:
                 kind: Any = unit.kind
                 self.named[unit.name] = Named(tensor, kind, unit.layer, unit.expert)
 
+    def divide(self, parts: Mapping[str, int]) -> None:
+        """Take each sender's partition of its names into fragments, so that `pull` and `push` can move one of them (collective)."""
+        mine = {key: parts[key[0]] for key in self._tensors}
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        self._part_of = {key: part for found in gathered for key, part in found.items()}
+
+    def _of(self, plan: "_Plan", fragment: int | None) -> "Iterator[tuple[str, list[_Transfer]]]":
+        for parameter, transfers in plan.items():
+            chosen = transfers if fragment is None else [each for each in transfers if self._part_of[each.key] == fragment]
+            if chosen:
+                yield parameter, chosen
+
     @torch.no_grad()
-    def pull(self) -> None:
-        """Bring the fp32 weights of the site's ranks to the senders (collective)."""
-        for parameter, transfers in self._pulls.items():
+    def pull(self, fragment: int | None = None) -> None:
+        """Bring the fp32 weights of the site's ranks to the senders, all or those of a fragment (collective)."""
+        for parameter, transfers in self._of(self._pulls, fragment):
             needed = any(transfer.rank == self._rank for transfer in transfers)
             flat = self._held[parameter].read().float().cpu() if needed else torch.empty(0)
             works = []
@@ -134,10 +148,12 @@ class SiteParameters:
             _wait(works)
 
     @torch.no_grad()
-    def push(self) -> None:
-        """Take the senders' values into masters and weights of every rank of the site (collective)."""
-        for parameter, transfers in self._pushes.items():
-            master = self._held.get(parameter)
+    def push(self, fragment: int | None = None) -> None:
+        """Take the senders' values, all or those of a fragment, into masters and weights of every rank of the site (collective)."""
+        for parameter, transfers in self._of(self._pushes, fragment):
+            # What a rank holds of a parameter has one home, and so is in one fragment.
+            concerned = any(transfer.rank == self._rank for transfer in transfers)
+            master = self._held[parameter] if concerned else None
             flat = torch.empty(0 if master is None else master.end - master.start)
             works = []
             for tag, transfer in enumerate(transfers):

@@ -19,6 +19,7 @@ from moe.exchange import MeetingExchange
 from moe.membership import Meeting, Membership
 from moe.outer import Commit, OuterReport, OuterStep
 from moe.outer_flight import RoundFailed
+from moe.outer_names import partition
 from train.checkpoint.directory import list_checkpoints, manifest_of
 from train.config.schema import Config
 from train.data.dataset import Batch
@@ -120,6 +121,7 @@ class Federation:
             )
         sends, address = self._exchange is not None, own_address(federation.endpoint)
         self._probe = router_probe(config, ranks, chunks, probe, sends, address, self._presence.say)
+        self._parameters.divide(partition(self._parameters.named, plan, federation.fragments))
         self.keeper = OuterKeeper(config, plan, self._outer, self._parameters.named)
         """The outer state, for `train.engine.checkpoint`."""
         self._round, self._line = 0, ""
@@ -269,7 +271,7 @@ class Federation:
         self._at("probe of the routers", standing)
         self._probe.before(meeting)
         self._at("weights to the site's senders", standing)
-        self._parameters.pull()
+        self._parameters.pull(None if behind else fragment)  # a site that is behind takes over all
         weights = self._seen.weights(fragment, self._parameters.named, self._parameters.experts)
         outer, overlap = self._outer, self._config.federation.overlap_steps
         if overlap:
@@ -299,7 +301,7 @@ class Federation:
         landing, self._landing = self._landing, None
         assert landing is not None
         self._at("weights to the site's senders", standing)
-        self._parameters.pull()
+        self._parameters.pull(None if landing.behind else landing.fragment)
         self._at("outer step", standing)
         outer = self._outer
         if landing.meeting is None:
@@ -362,7 +364,7 @@ class Federation:
     def _new_weights(self, report: Any, fragment: int | None, behind: int, standing: Standing, *, stepped: bool = True) -> None:
         """The senders have new weights: give them to all ranks, and say what happened."""
         self._at("weights from the site's senders", standing)
-        self._parameters.push()
+        self._parameters.push(None if behind else fragment)
         if stepped:
             self._seen.mark(fragment)
         facts: list[Any] = [{"round": self._outer.round, "line": self._outer.line} if self._outer is not None else {}]
