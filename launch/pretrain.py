@@ -36,7 +36,7 @@ def pretrain(argv: Sequence[str], programs: Programs = REAL) -> int:
     where = placement(config)
     if where is not None:
         plan["placement"] = where
-        print(f"sites: {where}")
+        print(f"placement       {where}")
     if dry_run:
         return 0
     sys.stdout.flush()

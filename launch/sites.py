@@ -125,8 +125,8 @@ def placement(config: Config) -> str | None:
     each = f"{processes} process{'es' if processes > 1 else ''} each"
     names = gpu_names()
     if not names:
-        return f"{sites} on this host, {each}, on the CPU"
+        return f"{sites} sites on this host, {each}, on the CPU"
     shares = share_gpus(names, sites, processes)
     where = ", ".join(f"site {site} on GPU {' '.join(share)}" for site, share in enumerate(shares))
     shared = "; sites share GPUs (federation.share_gpus=true): their speed and memory are not those of sites with their own"
-    return f"{sites} on this host, {each}: {where}{shared if len(names) < sites * processes else ''}"
+    return f"{sites} sites on this host, {each}: {where}{shared if len(names) < sites * processes else ''}"

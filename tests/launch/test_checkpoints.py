@@ -53,3 +53,17 @@ def test_the_command(cli: Cli, run: Path) -> None:
     missing = cli(["checkpoints", "nowhere"])
     assert missing.returncode == 2
     assert missing.stderr == "run=nowhere: there is no run: no config.yaml in it; give the directory of a run\n"
+
+
+def test_of_several_sites_each_is_listed(cli: Cli, run: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    (whole / "sites/1").mkdir(parents=True)
+    run.rename(whole / "sites/0")
+    for place in (whole, whole / "sites/1"):
+        dump_config(Config(), place / "config.yaml")
+    done = cli(["checkpoints", str(whole)])
+    assert done.returncode == 1, "site 1 has nothing to go on from"
+    lines = done.stdout.splitlines()
+    assert (lines[0], len(lines)) == ("site 0", 8) and lines[1].split() == ["step", "size", "state", "kept"]
+    assert lines[6:] == ["site 1", f"{whole}/sites/1: no checkpoints"]
+    assert cli(["checkpoints", str(whole / "sites/0")]).returncode == 0

@@ -90,6 +90,6 @@ def test_the_plan_says_who_is_where(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement(config(2)) is None
     monkeypatch.setattr("launch.sites.gpu_names", lambda: ["0"])
     line = placement(config(2, 2, "federation.share_gpus=true"))
-    assert line is not None and line.startswith("2 on this host, 1 process each: site 0 on GPU 0, site 1 on GPU 0; sites share GPUs")
+    assert line is not None and line.startswith("2 sites on this host, 1 process each: site 0 on GPU 0, site 1 on GPU 0; sites share GPUs")
     monkeypatch.setattr("launch.sites.gpu_names", lambda: ["0", "1", "2", "3"])
-    assert placement(config(4, 2)) == "2 on this host, 2 processes each: site 0 on GPU 0 1, site 1 on GPU 2 3"
+    assert placement(config(4, 2)) == "2 sites on this host, 2 processes each: site 0 on GPU 0 1, site 1 on GPU 2 3"

@@ -33,7 +33,7 @@ def test_two_sites_from_plan_to_status(quick) -> None:
     assert done.returncode == 0, done.stderr
     run = quick.folder / "runs/two"
     assert {path.name for path in run.iterdir()} == {".lock", ".turn", "config.yaml", "plan.json", "status.json", "logs", "sites"}
-    assert "2 on this host, 1 process each, on the CPU" in done.stdout
+    assert "2 sites on this host, 1 process each, on the CPU" in done.stdout
     assert done.stdout.count("stub rank 0 of 1") == 1, "only site 0 speaks to the terminal"
     whole, sites = load_config(run / "config.yaml"), [load_config(place / "config.yaml") for place in site_dirs(run)]
     assert (whole.federation.site, whole.federation.endpoint, whole.parallel.processes) == (None, None, 2)
