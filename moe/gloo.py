@@ -8,7 +8,12 @@ from datetime import timedelta
 
 import torch
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Store
-from torchft.process_group import ProcessGroupGloo as _Reconfigurable
+
+from .lighthouse import quiet_torchft
+
+quiet_torchft()
+
+from torchft.process_group import ProcessGroupGloo as _Reconfigurable  # noqa: E402
 
 
 class BoundGloo(_Reconfigurable):

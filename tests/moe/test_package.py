@@ -22,8 +22,8 @@ def test_every_name_is_there() -> None:
 
 def test_importing_it_loads_neither_torch_nor_core() -> None:
     code = """
-import sys, moe, moe.config, moe.residency, moe.cost
-assert "torch" not in sys.modules
+import sys, moe, moe.config, moe.residency, moe.cost, moe.membership, moe.lighthouse
+assert "torch" not in sys.modules and "torchft" not in sys.modules
 for name in moe.__all__: getattr(moe, name)
 assert "torch" in sys.modules and not any(m.split(".")[0] in ("megatron", "train", "launch", "s2") for m in sys.modules)
 """
