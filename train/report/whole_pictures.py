@@ -47,15 +47,14 @@ def sites_loss_picture(
 
 
 def evaluation_picture(evaluation: Mapping[str, Any], folder: Path, bigram: float | None) -> Picture:
-    """A bar for the merged model and one for each site's sliced model; the dashed line is the merged one's."""
+    """A bar for the merged model and one for each site's sliced model."""
     names = ["merged", *(f"site {each['site']}" for each in evaluation["sites"])]
     values = [evaluation["val_bits_per_byte"], *(each["val_bits_per_byte"] for each in evaluation["sites"])]
     drawn = figure(6.4, max(2.4, 0.5 * len(names) + 1.4))
     axes = drawn.add_subplot()
     colours = [VERMILLION, *(COLOURS[each["site"] % len(COLOURS)] for each in evaluation["sites"])]
     bars = axes.barh(names, values, color=colours, height=0.6)
-    axes.bar_label(bars, fmt="%.3f", fontsize=9, padding=3)
-    axes.axvline(values[0], color=VERMILLION, linestyle="--", linewidth=1.0)
+    axes.bar_label(bars, fmt="%.3f", fontsize=9, padding=-38, color="white")
     if bigram is not None:
         axes.axvline(bigram, color=BLACK, linestyle=":", linewidth=1.2)
     tidy(axes, "Merged and sliced models", x="validation loss, bits per byte")
