@@ -32,7 +32,7 @@ from train.config.compose import compose
 from train.config.schema import Config
 
 FULL = {"layers": 8, "width": 2048, "heads": 16, "inner": 5632, "seq": 4096, "rows": 8, "block": 64, "local": 16, "stride": 16}
-SMALL = {"layers": 2, "width": 64, "heads": 4, "inner": 96, "seq": 128, "rows": 2, "block": 16, "local": 2, "stride": 4}
+SMALL = {"layers": 2, "width": 256, "heads": 4, "inner": 128, "seq": 512, "rows": 2, "block": 64, "local": 2, "stride": 4}
 EXPERTS, TOP_K = 8, 2
 WARM_UP = 3
 CASES = (("rho = 1", 1, "full"), ("rho = 1/2", 2, "skip"), ("rho = 1/4", 4, "skip"), ("mask, rho = 1/2", 2, "mask"))
@@ -294,7 +294,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a tiny model in fp32, also on a CPU")
+    parser.add_argument("--small", action="store_true", help="a tiny model, also on a CPU, where it is in fp32")
     parser.add_argument("--learn", type=int, help="training steps before measuring; 200, small 4")
     parser.add_argument("--steps", type=int, help="measured steps; 20, small 3")
     parser.add_argument("--out", type=Path)
@@ -307,7 +307,8 @@ def main() -> None:
     quiet_dependencies()
     small = arguments.small
     learn = arguments.learn if arguments.learn is not None else 4 if small else 200
-    result = measure(SMALL if small else FULL, "fp32" if small else "bf16", learn, arguments.steps or (3 if small else 20))
+    precision = "bf16" if torch.cuda.is_available() else "fp32"
+    result = measure(SMALL if small else FULL, precision, learn, arguments.steps or (3 if small else 20))
     if arguments.figure is not None:
         draw(result["rows"], arguments.figure)
     if arguments.out is not None:

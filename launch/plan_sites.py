@@ -30,10 +30,15 @@ def _table(*columns: str) -> Table:
 
 
 def _sites(federation: dict[str, Any]) -> tuple[str, Table]:
-    title = "state memory of each site, all its processes together (model): 18 bytes a parameter it holds on the device, 8 on the host"
-    table = _table("site", "parameters", "device", "host")
+    title = (
+        "each site, all its processes together: parameters it holds, their state (model: 18 bytes a parameter on the device, 8 on the "
+        "host), and the bytes it moves"
+    )
+    table = _table("site", "parameters", "device", "host", "payload a step", "ring a step")
+    moved = federation["bytes_per_step"][0]
     for site, (count, memory) in enumerate(zip(federation["site_parameters"], federation["site_memory_model"], strict=True)):
-        table.add_row(str(site), f"{count:,}", mib(memory["device"]), mib(memory["host"]))
+        bytes_moved = [mib(moved[kind][site]) for kind in ("payload", "ring")]
+        table.add_row(str(site), f"{count:,}", mib(memory["device"]), mib(memory["host"]), *bytes_moved)
     return title, table
 
 
