@@ -101,6 +101,12 @@ def test_auto_is_resolved_by_the_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     assert big[0] == small[0] == "cpu_step" and 0.0 < big[1] < small[1] < 1.0
     with pytest.raises(ConfigError, match=r"offload\.mode=auto: no share of the states on the host makes the run fit"):
         mode(6)
+    # The choice is itself a configuration that can be checked: keys of the mode that was not chosen are gone.
+    for gpu, mode_of, adam in ((None, "none", "torch"), (80, "none", "torch"), (20, "cpu_step", "auto")):
+        monkeypatch.setattr(check_offload, "gpu_bytes", lambda gpu=gpu: None if gpu is None else int(gpu * GIB))
+        resolved = planned("offload=auto", "offload.cpu_adam=auto", "offload.prefetch=false")[0]
+        assert (resolved.offload.mode, resolved.offload.cpu_adam, resolved.offload.prefetch) == (mode_of, adam, True)
+        check(resolved, 1)
 
     def silent() -> int:
         raise OSError("nvidia-smi does not tell the GPU's memory")
