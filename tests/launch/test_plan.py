@@ -127,3 +127,34 @@ def test_bad_input_is_one_line(arguments: list[str], line: str, capsys: pytest.C
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--help"]) == 0
     assert "--json" in capsys.readouterr().out
+
+
+def test_frozen_experts_travel_to_every_site(capsys: pytest.CaptureFixture[str]) -> None:
+    federation = planned(*SITES, "moe.mode=frozen", capsys=capsys)["federation"]
+    this, diloco, _ = federation["bytes_per_step"]
+    assert this["payload"] == diloco["payload"] and federation["site_parameters"] == [federation["sizes"]["total"]] * 4
+    assert federation["residents"] == planned(*SITES, capsys=capsys)["federation"]["residents"], "who trains which is said all the same"
+
+
+def test_a_run_with_a_checkpoint_is_planned_from_its_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    from train.checkpoint.directory import checkpoint_path, partial_path, publish
+    from train.checkpoint.tensors import write_tensors
+    from train.config.compose import dump_config
+
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    overrides = [*SITES, "model.layers=1", f"run.dir={run_dir}"]
+    dump_config(check(compose(overrides), 1), run_dir / "config.yaml")
+    assert "the configuration" in planned(f"resume={run_dir}", capsys=capsys)["federation"]["sizes"]["source"]
+    final = checkpoint_path(run_dir / "sites" / "1" / "checkpoints", 8)
+    (run_dir / "sites" / "1").mkdir(parents=True)
+    dump_config(check(compose(overrides), 1), run_dir / "sites" / "1" / "config.yaml")
+    partial_path(final).mkdir(parents=True)
+    prefix = "decoder.layers.0.mlp"
+    weights = {"embedding.word_embeddings.weight": (5, 2), f"{prefix}.router.weight": (4, 3), f"{prefix}.experts.2.w_in": (6,)}
+    write_tensors(partial_path(final), ((name, torch.zeros(shape)) for name, shape in weights.items()))
+    publish(partial_path(final), final, 8, {})
+    sizes = planned(f"resume={run_dir}", capsys=capsys)["federation"]["sizes"]
+    assert sizes == {"source": f"the index of {final}", "total": 10 + 4 * 6 + 4 * 3, "dense": 10, "experts": 24, "router_rows": 12}
