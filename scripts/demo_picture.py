@@ -1,6 +1,6 @@
 """The README's picture: the main pictures of a run's report on one sheet.
 
-python scripts/demo_picture.py runs/<demo> docs/images/demo_report.png
+python scripts/demo_picture.py runs/<demo of two sites, evaluated> docs/images/demo_report.png
 """
 
 import sys
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from train.report import write_report
+from train.report.write import write_reports
 
 WIDTH, GAP = 1360, 24
-ROWS = (("loss.png",), ("pattern_layer_001.png",), ("expert_load_layer_3.png", "lr.png"))
+ROWS = (("loss.png",), ("pattern_layer_001.png",), ("evaluation.png", "load_by_site.png"))
 
 
 def sheet(report: Path) -> Image.Image:
@@ -37,7 +37,7 @@ def sheet(report: Path) -> Image.Image:
 def main() -> None:
     run, target = map(Path, sys.argv[1:3])
     target.parent.mkdir(parents=True, exist_ok=True)
-    sheet(write_report(run).parent).save(target, optimize=True)
+    sheet(write_reports(run)[0].parent).save(target, optimize=True)
 
 
 if __name__ == "__main__":

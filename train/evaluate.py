@@ -147,7 +147,7 @@ def _batches(config: Config, device: Any) -> Callable[[int], Callable[[], Iterat
     """The micro-batches of each validation step: what `train.engine.step.evaluate` takes."""
     from train.data.dataset import BatchSource
     from train.data.tokenizer import load_tokenizer
-    from train.loop import _on_device as on_device
+    from train.loop import on_device
 
     train = config.train
     source = BatchSource(config.data, load_tokenizer(config.data.tokenizer), train.seq_len, train.seed, "validation")
@@ -178,9 +178,9 @@ def _evaluate(config: Config, path: Path, ranks: Any, batches: Callable[[int], C
 
 def _reference(config: Config) -> float | None:
     from train.data.tokenizer import load_tokenizer
-    from train.loop import _bigram
+    from train.loop import bigram_reference
 
-    return _bigram(config, load_tokenizer(config.data.tokenizer)).get("bigram_bits_per_byte")
+    return bigram_reference(config, load_tokenizer(config.data.tokenizer)).get("bigram_bits_per_byte")
 
 
 def show(result: Result) -> None:

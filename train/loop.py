@@ -89,7 +89,7 @@ class Trainer:
         self.validation = (
             BatchSource(config.data, tokenizer, config.train.seq_len, config.train.seed, "validation") if config.train.eval_steps else None
         )
-        self.reference = _bigram(config, tokenizer) if ranks.is_first else {}
+        self.reference = bigram_reference(config, tokenizer) if ranks.is_first else {}
         self.chunks = build_model(config, ranks)
         self.optimizer = build_optimizer(config, ranks, self.chunks)
         self.progress = Progress()
@@ -122,7 +122,7 @@ class Trainer:
         source = self.source if self.validation is None else self.validation
         rows = probe_rows(self.config)
         ids = source.sample_ids(0, rows) if rows else []
-        return [_on_device(source.rows([number]), self.ranks.device) for number in ids]
+        return [on_device(source.rows([number]), self.ranks.device) for number in ids]
 
     def begin(self, resumed: bool) -> None:
         """Get to where the run stands: from a checkpoint when it goes on, and up to date with the other sites when there are some."""
@@ -244,9 +244,7 @@ class Trainer:
         ids = source.sample_ids(step, self.config.train.global_batch)
         rows = self.config.train.micro_batch
         first = (site * self.ranks.dp + self.ranks.dp_rank) * self.micro_batches
-        return [
-            _on_device(source.rows(ids[k * rows : (k + 1) * rows]), self.ranks.device) for k in range(first, first + self.micro_batches)
-        ]
+        return [on_device(source.rows(ids[k * rows : (k + 1) * rows]), self.ranks.device) for k in range(first, first + self.micro_batches)]
 
     def _figures(self, result: StepResult, lr: float, step_seconds: float, tokens_per_second: float) -> dict[str, Any]:
         figures: dict[str, Any] = {
@@ -321,7 +319,8 @@ class Trainer:
             outer.drop()
 
 
-def _on_device(batch: Batch, device: torch.device) -> Batch:
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch where the model is."""
     # Document bounds stay on the host: attention back ends that read them there would wait for the device in every layer.
     # Rows of one document each need none.
     bounds = batch.cu_seqlens
@@ -330,7 +329,7 @@ def _on_device(batch: Batch, device: torch.device) -> Batch:
     return replace(replace(batch, cu_seqlens=None).to(device, non_blocking=True), cu_seqlens=bounds)
 
 
-def _bigram(config: Config, tokenizer: Any) -> dict[str, float]:
+def bigram_reference(config: Config, tokenizer: Any) -> dict[str, float]:
     """The demo corpus's bigram entropy, which a model that uses its context must beat; {} for other data."""
     if config.data.paths or not config.data.demo:
         return {}
