@@ -64,7 +64,7 @@ def run_claimed(config: Config, plan: dict[str, Any], programs: Programs, tell: 
             meeting = MeetingPoint(federation.endpoint, federation, log, programs.server, environment, wait_for_others=True)
     world = World(
         run_dir=place, attempt=attempt, processes=processes_of_host(config), environment=environment, worker=programs.worker,
-        agent=programs.agent, max_restarts=config.train.max_restarts, go_on=go_on,
+        agent=programs.agent, max_restarts=config.train.max_restarts, go_on=go_on, patience=federation.deadline if alone else 0.0,
     )  # fmt: skip
     supervise([world], meeting)
     assert world.code is not None
@@ -90,7 +90,7 @@ def _all_sites(config: Config, run_dir: Path, plan: dict[str, Any], programs: Pr
     worlds = [
         World(
             run_dir=place, attempt=attempt, processes=processes, worker=programs.worker, agent=programs.agent,
-            max_restarts=config.train.max_restarts,
+            max_restarts=config.train.max_restarts, patience=config.federation.deadline,
             environment=environment | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus[site])} if gpus[site] else {}),
             cores=cores[site], speaks=site == 0,
         )

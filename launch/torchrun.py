@@ -91,6 +91,8 @@ class World:
     """The cores it may use; None: all."""
     speaks: bool = True
     """Whether rank 0's output goes to our terminal besides its log."""
+    patience: float = 0.0
+    """Seconds that its ranks may need to leave besides: a meeting of sites that they are in."""
     go_on: str | None = None
     """The overrides with which this goes on after a stop, for its last line; None: somebody else says so."""
     code: int | None = None
@@ -126,7 +128,7 @@ class World:
         assert self._process is not None and self._terminal is not None
         ended = self._process.poll()
         if ended is None:
-            if self.received is not None and time.monotonic() - self._asked_at > save_limit(self.run_dir):
+            if self.received is not None and time.monotonic() - self._asked_at > save_limit(self.run_dir) + self.patience:
                 self.kill()
             return False
         self._terminal.close()
