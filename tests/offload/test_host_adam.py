@@ -7,7 +7,6 @@ one is compared too.
 import fcntl
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +22,25 @@ from train.offload import OffloadedAdam, deepspeed
 from train.offload.config import OffloadConfig
 from train.offload.host_adam import host_adam, torch_adam
 
-STAND_IN = '''
-"""CPU Adam over fp32 tensors in plain torch: AdamW with bias correction, as the compiled operation does it."""
-import os, sys, time
+OPERATION = """
+objects = set()
 
-class Operation:
-    objects = set()
+def create_adam(number, lr, beta1, beta2, eps, decay, adamw, log):
+    assert adamw and number not in objects
+    objects.add(number)
 
-    def create_adam(self, number, lr, beta1, beta2, eps, decay, adamw, log):
-        assert adamw and number not in self.objects
-        self.objects.add(number)
+def destroy_adam(number):
+    objects.remove(number)
 
-    def destroy_adam(self, number):
-        self.objects.remove(number)
-
-    def adam_update(self, number, step, lr, beta1, beta2, eps, decay, corrected, weight, gradient, first, second):
-        assert corrected and number in self.objects
-        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        weight.mul_(1 - lr * decay)
-        weight.addcdiv_(first / (1 - beta1**step), (second / (1 - beta2**step)).sqrt() + eps, value=-lr)
+def adam_update(number, step, lr, beta1, beta2, eps, decay, corrected, weight, gradient, first, second):
+    assert corrected and number in objects
+    first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    weight.mul_(1 - lr * decay)
+    weight.addcdiv_(first / (1 - beta1**step), (second / (1 - beta2**step)).sqrt() + eps, value=-lr)
+"""
+STAND_IN = f"""
+import os, sys, time, types
 
 class CPUAdamBuilder:
     def load(self):
@@ -54,16 +52,20 @@ class CPUAdamBuilder:
             time.sleep(0.05)
             if time.monotonic() - started > 60:
                 sys.exit("waited for the lock file")
-        with open(os.path.join(folder, "loads"), "a") as log:
-            log.write("load\\n")
+        with open(os.path.join(folder, "builds"), "a") as log:
+            log.write("build\\n")
         exec(os.environ.get("STAND_IN_DOES", ""))
-        return Operation()
-'''
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        path = os.path.join(folder, "cpu_adam.py")
+        with open(path, "w") as module:
+            module.write({OPERATION!r})
+        return types.SimpleNamespace(__file__=path)
+"""
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """DeepSpeed's stand-in is importable, here and in children; its compiler and its folder of builds are there. Yields the folder."""
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """DeepSpeed's stand-in is importable, here and in children; its compiler is there. Returns the folder of builds."""
     package = tmp_path / "site" / "deepspeed" / "ops" / "op_builder"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)
@@ -81,11 +83,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setattr(deepspeed, "_loaded", [])
-    before = {name for name in sys.modules if name.split(".")[0] == "deepspeed"}
-    assert not before, "the tests with a stand-in need DeepSpeed itself not to be imported"
-    yield deepspeed.folder()
-    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
-        del sys.modules[name]
+    return deepspeed.folder()
 
 
 def make(params: list[torch.nn.Parameter], cpu_adam: str, mode: str = "cpu_step") -> OffloadedAdam:
@@ -108,11 +106,11 @@ def test_deepspeeds_operation_gets_what_it_needs(stand_in: Path, choice: str, ca
         assert float(states["step"]) == float(wanted["step"])
         assert torch.allclose(states["exp_avg_sq"], wanted["exp_avg_sq"], rtol=1e-5)
     assert capfd.readouterr().out == ""
-    # Built once, in a process of its own; then loaded by everyone who comes.
-    assert (stand_in / "cpu_adam" / "loads").read_text() == "load\nload\n"
+    # Built once, in a process of its own; then loaded by everyone who comes, without DeepSpeed itself.
     deepspeed._loaded.clear()
     make(params, choice)
-    assert (stand_in / "cpu_adam" / "loads").read_text() == "load\n" * 3
+    assert (stand_in / "cpu_adam" / "builds").read_text() == "build\n"
+    assert "deepspeed" not in sys.modules
 
 
 def test_objects_of_the_operation_go_with_the_optimiser(stand_in: Path) -> None:
@@ -206,6 +204,14 @@ def test_tools_of_the_environment_are_found_without_activating_it(stand_in: Path
     assert deepspeed.os.environ["PATH"] == "/nowhere"
     monkeypatch.setattr(deepspeed.sysconfig, "get_path", lambda name: "/nowhere either")
     assert deepspeed.why_not() == "there is no C++ compiler (c++) on PATH, and its operation is compiled here"
+
+
+def test_a_module_that_went_is_named(stand_in: Path) -> None:
+    deepspeed.load()
+    deepspeed._loaded.clear()
+    (stand_in / "cpu_adam" / "cpu_adam.py").unlink()
+    with pytest.raises(ValueError, match=r"its operation does not load .*; delete .* to have it built anew"):
+        make(parameters((torch.float32,)), "deepspeed")
 
 
 def test_the_build_is_only_prepared_where_it_is_insisted_on(stand_in: Path) -> None:

@@ -3,14 +3,13 @@
 DeepSpeed compiles the operation when it is first used, which takes minutes, and torch guards such a build by a file whose existence is
 the lock: a build that is killed leaves it behind, and every later one waits for ever. So the build runs in a folder of its own, in a
 process with a time limit, under a lock of the kernel that ends with its holder; a lock file found under it can only be a dead one's.
+That process sees no GPU: the operation is for the CPU, and needs no CUDA to compile. Here only its module is loaded, never DeepSpeed.
 
 Importing this module imports neither torch nor DeepSpeed.
 """
 
 import fcntl
-import importlib
 import importlib.util
-import logging
 import os
 import platform
 import shutil
@@ -27,7 +26,12 @@ from typing import Any
 
 BUILD_SECONDS = 900.0
 """Time that a build, or waiting for another process's, may take."""
-_BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+_BUILD = """
+import sys
+from deepspeed.ops.op_builder import CPUAdamBuilder
+with open(sys.argv[1], "w") as file:
+    file.write(CPUAdamBuilder().load().__file__)
+"""
 _loaded: list[Any] = []
 
 
@@ -67,17 +71,19 @@ def load(seconds: float = BUILD_SECONDS) -> Any:
         raise Unavailable(reason)
     place = folder()
     place.mkdir(parents=True, exist_ok=True)
-    with _locked(place / "building", seconds) as lock, _extensions_in(place):
-        (place / "cpu_adam" / "lock").unlink(missing_ok=True)
-        built = place / "built"
+    with _locked(place / "building", seconds) as lock:
+        built, module = place / "built", place / "module"
         if not built.is_file() or built.read_text() != _versions():
-            _build(seconds, lock)
+            (place / "cpu_adam" / "lock").unlink(missing_ok=True)
+            _build(place, module, seconds, lock)
             built.write_text(_versions())
-        with _without_warnings():
-            try:
-                operation = importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load()
-            except Exception as error:
-                raise Unavailable(f"its operation does not load ({_last_line(str(error))})") from error
+    try:
+        spec = importlib.util.spec_from_file_location("cpu_adam", module.read_text())
+        assert spec is not None and spec.loader is not None
+        operation = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(operation)
+    except (OSError, ImportError) as error:
+        raise Unavailable(f"its operation does not load ({_last_line(str(error))}); delete {place} to have it built anew") from error
     _loaded.append(operation)
     return operation
 
@@ -111,26 +117,14 @@ def _locked(path: Path, seconds: float) -> Iterator[int]:
         os.close(descriptor)
 
 
-@contextmanager
-def _extensions_in(place: Path) -> Iterator[None]:
-    """torch builds in `place`, with the tools of `_search_path`."""
-    changes = {"TORCH_EXTENSIONS_DIR": str(place), "PATH": _search_path()}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _build(seconds: float, lock: int) -> None:
+def _build(place: Path, module: Path, seconds: float, lock: int) -> None:
+    """Build in `place` and write the path of what was built to `module`."""
+    env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(place), "PATH": _search_path(), "CUDA_VISIBLE_DEVICES": ""}
     # The child holds the lock too: should this process be killed, the lock lasts as long as the compilers.
-    command = [sys.executable, "-c", _BUILD]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, pass_fds=(lock,), start_new_session=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", _BUILD, str(module)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, pass_fds=(lock,), start_new_session=True,
+    )  # fmt: skip
     try:
         told, _ = child.communicate(timeout=seconds)
     except BaseException as error:
@@ -146,14 +140,3 @@ def _build(seconds: float, lock: int) -> None:
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1].strip() if lines else "without a word"
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """DeepSpeed says at its import which accelerator it takes; that is not this run's."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
