@@ -60,13 +60,13 @@ def run(kind: str, tile: Tile, tensors: list[torch.Tensor], pattern: S2Pattern, 
     residues = op._residue_table(pattern.residues(), q.device)
     stride = 1 if pattern.is_dense else pattern.stride
     scale = q.shape[3] ** -0.5
-    op._tiles = lambda *a: Tiles(forward=tile, dq=tile, dkv=tile)
+    op.tiles = lambda *a: Tiles(forward=tile, dq=tile, dkv=tile)
     if kind == "forward":
         return lambda: op.attention(q, k, v, residues, None, None, scale, pattern.block_size, pattern.local_blocks, stride, True)
-    call = op._Call(q, k, v, None, None, pattern.block_size, pattern.local_blocks, stride, True)
+    call = op.Call(q, k, v, None, None, pattern.block_size, pattern.local_blocks, stride, True)
     lse, delta = (torch.zeros(lse.numel() + 128, device=lse.device) for _ in range(2))
-    launch = op._launch_dq if kind == "dq" else op._launch_dkv
-    return lambda: launch(call, tile, q, k, v, g, lse, delta, residues, scale)
+    launch = op.launch_dq if kind == "dq" else op.launch_dkv
+    return lambda: launch(call, tile, (q, k, v, g), (lse, delta), residues, scale)
 
 
 def compile_share(share: list[tuple[str, str, Tile]], shape_of: tuple[int, int, int]) -> None:

@@ -36,8 +36,8 @@ def _triton(request: Request) -> str | None:
     reason = triton_device(request)
     if reason is not None:
         return reason
-    if request.is_custom:
-        return "custom masks have no kernel"
+    if request.is_custom and request.packed and request.q_len != request.k_len:
+        return "custom masks over packed documents with fewer queries than keys are not written for it"
     from .triton.probe import refusal
 
     return refusal(request)

@@ -26,6 +26,23 @@ class BlockMask:
         i, j = torch.arange(queries, device=mask.device)[:, None], torch.arange(keys, device=mask.device)[None, :]
         self.mask = mask & (j <= i)
         self.block_size = block_size
+        self._lists: dict[torch.device, tuple[torch.Tensor, ...]] = {}
+
+    def index(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Compact lists of the set blocks on `device`, int32, made once: (row_starts, columns, column_starts, rows).
+
+        The key blocks of query block i of head h are columns[row_starts[h * blocks + i] : row_starts[h * blocks + i + 1]], ascending;
+        column_starts and rows say the same of the query blocks of each key block.
+        """
+        if device not in self._lists:
+            square = self.mask[:, : self.blocks, : self.blocks]
+            lists = []
+            for side in (square, square.transpose(1, 2)):
+                starts = torch.nn.functional.pad(side.sum(2).flatten().cumsum(0), (1, 0))
+                lists += [starts, side.nonzero()[:, 2]]
+            # An empty list still needs an address.
+            self._lists[device] = tuple((x if x.numel() else x.new_zeros(1)).to(device, torch.int32) for x in lists)
+        return self._lists[device]
 
     @property
     def local_heads(self) -> int:

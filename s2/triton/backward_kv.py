@@ -10,7 +10,7 @@ descriptors of [BM, width] tiles, rows and columns as in `forward.py`.
 import triton
 import triton.language as tl
 
-from .index import DENSE_LOCAL, find_document, stripe_key
+from .index import DENSE_LOCAL, find_document, past_the_end, stripe_key
 from .load import load_rows
 
 
@@ -37,6 +37,8 @@ def _update(  # type: ignore[no-untyped-def]
         batch64, h64 = batch.to(tl.int64), h.to(tl.int64)
         q = load_rows(q_ptr + batch64 * q_sb + h64 * q_sh, q_start + first, m, q_ss, dk, live, DK, BDK, True)
         g = load_rows(g_ptr + batch64 * g_sb + h64 * g_sh, q_start + first, m, g_ss, dv, live, DV, BDV, True)
+        # Past the last row stands what another row, of another document, wrote: perhaps NaN.
+        delta = tl.where(live, delta, 0.0)
     # The products start from the row terms, which so need no registers beside the accumulators.
     scores = tl.dot(k, tl.trans(q), tl.broadcast_to(lse[None, :], (BN, BM)), input_precision=PRECISION)
     if masked:
@@ -66,6 +68,20 @@ def _unit(index, units_per_batch, HEADS: tl.constexpr, GROUP: tl.constexpr):  # 
     return index // units_per_batch, head, head // GROUP
 
 
+@triton.jit
+def _key_document(  # type: ignore[no-untyped-def]
+    tile, documents, q_len, k_len, cu_q, cu_k, SPAN: tl.constexpr, PERIOD: tl.constexpr, DOCUMENTS: tl.constexpr
+):
+    """The document of a tile of SPAN keys: (tile in it, first row of q, queries, first row of k, keys, its first block of partial sums)."""
+    q_start, k_start, queries, keys, first_block = 0, 0, q_len, k_len, 0
+    if DOCUMENTS:
+        document, k_start, keys, tile = find_document(cu_k, documents, tile, SPAN)
+        q_start = tl.load(cu_q + document)
+        queries = tl.load(cu_q + document + 1) - q_start
+        first_block = k_start // PERIOD + document
+    return tile, q_start, queries, k_start, keys, first_block
+
+
 @triton.jit(do_not_specialize=["tiles", "documents", "q_len", "k_len", "partial_rows"])
 def stripe_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, part_dk_ptr, part_dv_ptr, residue_ptr, cu_q, cu_k,
@@ -76,7 +92,7 @@ def stripe_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
     B: tl.constexpr, L: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Partial dk, dv of BN keys of one stripe from one of SPLITS parts of the far queries of HEADS query heads.
 
@@ -91,12 +107,8 @@ def stripe_kernel(  # type: ignore[no-untyped-def]
     tile = (index // (SPLITS * SUBS)) % tiles
     unit = index // (SPLITS * SUBS * tiles)
     batch, head, kv_head = _unit(unit, units_per_batch, HEADS, GROUP)
-    q_start, k_start, queries, keys, first_block = 0, 0, q_len, k_len, 0
-    if DOCUMENTS:
-        document, k_start, keys, tile = find_document(cu_k, documents, tile, SUBS * BN * S)
-        q_start = tl.load(cu_q + document)
-        queries = tl.load(cu_q + document + 1) - q_start
-        first_block = k_start // (B * S) + document
+    tile, q_start, queries, k_start, keys, first_block = _key_document(
+        tile, documents, q_len, k_len, cu_q, cu_k, SUBS * BN * S, B * S, DOCUMENTS)  # fmt: skip
     r = tl.load(residue_ptr + head)
     n = tl.arange(0, BN)
     first_x = (tile * SUBS + sub) * BN
@@ -121,7 +133,8 @@ def stripe_kernel(  # type: ignore[no-untyped-def]
     begin = tl.minimum(split * each, count)
     end = tl.minimum(begin + each, count)
     masked = tl.cdiv(tl.maximum(all_far - low, 0), BM)
-    each_head = end - begin
+    beyond = past_the_end(low, tl.where(end == count, end, 0), queries, BM, TAIL)
+    each_head = end - begin - beyond
     heads = units_per_batch * HEADS
     d_k = tl.zeros([BN, BDK], tl.float32)
     d_v = tl.zeros([BN, BDV], tl.float32)
@@ -137,6 +150,13 @@ def stripe_kernel(  # type: ignore[no-untyped-def]
         after = tl.minimum(t + 1, HEADS * each_head - 1)
         row = q_start + low + (begin + after % each_head) * BM
         lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + after // each_head, q_len, row, BM)
+    if TAIL:
+        for h in range(HEADS * beyond):
+            lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + h, q_len, q_start + low + (end - 1) * BM, BM)
+            d_k, d_v = _update(
+                q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + h, low + (end - 1) * BM, queries, q_start,
+                q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
+                k, v, d_k, d_v, scale2, shift, key, L, DENSE_LOCAL, True, B, DK, DV, BDK, BDV, BM, BN, PRECISION, False)  # fmt: skip
     place = (split * units + unit).to(tl.int64) * partial_rows + first_block * B + first_x
     tl.store(part_dk_ptr + place * DK + n[:, None] * DK + dk[None, :], d_k, mask=seen[:, None] & (dk < DK)[None, :])
     tl.store(part_dv_ptr + place * DV + n[:, None] * DV + dv[None, :], d_v, mask=seen[:, None] & (dv < DV)[None, :])
@@ -152,7 +172,7 @@ def window_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
     B: tl.constexpr, L: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of BN keys from the queries whose window holds them, plus the stripes' partial sums.
 
@@ -161,19 +181,14 @@ def window_kernel(  # type: ignore[no-untyped-def]
     unit = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     batch, head, kv_head = _unit(unit, units_per_batch, HEADS, GROUP)
-    q_start, k_start, queries, keys, first_block = 0, 0, q_len, k_len, 0
-    if DOCUMENTS:
-        document, k_start, keys, tile = find_document(cu_k, documents, tile, BN)
-        q_start = tl.load(cu_q + document)
-        queries = tl.load(cu_q + document + 1) - q_start
-        first_block = k_start // (B * S) + document
+    tile, q_start, queries, k_start, keys, first_block = _key_document(
+        tile, documents, q_len, k_len, cu_q, cu_k, BN, B * S, DOCUMENTS)  # fmt: skip
     if tile * BN >= keys:
         return
 
-    n = tl.arange(0, BN)
+    n, dk, dv = tl.arange(0, BN), tl.arange(0, BDK), tl.arange(0, BDV)
     key = tile * BN + n
     seen = key < keys
-    dk, dv = tl.arange(0, BDK), tl.arange(0, BDV)
     batch64, kv_head64 = batch.to(tl.int64), kv_head.to(tl.int64)
     k = load_rows(k_ptr + batch64 * k_sb + kv_head64 * k_sh, k_start + tile * BN, n, k_ss, dk, seen, DK, BDK, True)
     v = load_rows(v_ptr + batch64 * v_sb + kv_head64 * v_sh, k_start + tile * BN, n, v_ss, dv, seen, DV, BDV, True)
@@ -185,26 +200,34 @@ def window_kernel(  # type: ignore[no-untyped-def]
     low = tl.maximum(tile * BN - shift, 0)
     end = tl.where(r < 0, keys, tl.minimum(keys, (last_block + L) * B))
     whole_end = tl.where(r < 0, keys, tl.minimum(end, ((tile * BN) // B + L) * B))
-    end = tl.maximum(end - shift, low)
-    whole_end = tl.maximum(whole_end - shift, low)
+    end, whole_end = tl.maximum(end - shift, low), tl.maximum(whole_end - shift, low)
     # Tiles of queries: `diagonals` masked ones, whole ones up to `plain_end`, then those that some keys' window, or the rows, have left.
     count = tl.cdiv(end - low, BM)
     diagonals = tl.minimum(tl.cdiv(tl.maximum(tile * BN + BN - 1 - shift - low, 0), BM), count)
     plain_end = (whole_end - low) // BM
+    beyond = past_the_end(low, count, queries, BM, TAIL)
+    inner = count - beyond
     heads = units_per_batch * HEADS
     d_k = tl.zeros([BN, BDK], tl.float32)
     d_v = tl.zeros([BN, BDV], tl.float32)
     lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head, q_len, q_start + low, BM)
-    for t in range(HEADS * count):
-        u = t % count
+    for t in range(HEADS * inner):
+        u = t % inner
         d_k, d_v = _update(
-            q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + t // count, low + u * BM, end, q_start,
+            q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + t // inner, low + u * BM, end, q_start,
             q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
             k, v, d_k, d_v, scale2, shift, key, 0, local, (u < diagonals) | (u >= plain_end),
             B, DK, DV, BDK, BDV, BM, BN, PRECISION, TMA)  # fmt: skip
-        after = tl.minimum(t + 1, HEADS * count - 1)
-        row = q_start + low + (after % count) * BM
-        lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + after // count, q_len, row, BM)
+        after = tl.minimum(t + 1, HEADS * inner - 1)
+        row = q_start + low + (after % inner) * BM
+        lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + after // inner, q_len, row, BM)
+    if TAIL:
+        for h in range(HEADS * beyond):
+            lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + h, q_len, q_start + low + inner * BM, BM)
+            d_k, d_v = _update(
+                q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + h, low + inner * BM, end, q_start,
+                q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
+                k, v, d_k, d_v, scale2, shift, key, 0, local, True, B, DK, DV, BDK, BDV, BM, BN, PRECISION, False)  # fmt: skip
 
     if S > 1:
         striped = seen & (r >= 0) & ((key // B) % S == r)

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .index import key_tile, key_tiles, query_program, stripe_key, token_mask
-from .load import load_rows
+from .index import key_tile, key_tiles, past_the_end, query_program, query_rows, stripe_key, token_mask
+from .load import key_origin, load_keys, load_rows
 
 
 @triton.jit(do_not_specialize=["rows", "q_len"])
@@ -56,7 +56,7 @@ def dq_kernel(  # type: ignore[no-untyped-def]
     scale2, scale,
     GROUP: tl.constexpr, PACK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
     B: tl.constexpr, L: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries; grid, tiles and descriptors as in `forward_kernel`."""
     R: tl.constexpr = BM // PACK
@@ -66,20 +66,15 @@ def dq_kernel(  # type: ignore[no-untyped-def]
     if tile * R >= queries:
         return
 
-    slot = tl.arange(0, BM)
-    row = tile * R + slot % R
-    live = row < queries
-    row_head = (head + slot // R).to(tl.int64)
+    slot, row, live, row_head = query_rows(head, tile, queries, R, BM)
     shift = keys - queries
     position = row + shift
     dk, dv, n = tl.arange(0, BDK), tl.arange(0, BDV), tl.arange(0, BN)
-    batch64, kv_head64 = batch.to(tl.int64), kv_head.to(tl.int64)
-    q = load_rows(q_ptr + batch64 * q_sb + row_head[:, None] * q_sh, q_start + tile * R, slot % R, q_ss, dk, live, DK, BDK, True)
-    g = load_rows(g_ptr + batch64 * g_sb + row_head[:, None] * g_sh, q_start + tile * R, slot % R, g_ss, dv, live, DV, BDV, True)
-    k_base = k_ptr + batch64 * k_sb + kv_head64 * k_sh + tl.cast(k_start, tl.int64) * k_ss
-    v_base = v_ptr + batch64 * v_sb + kv_head64 * v_sh + tl.cast(k_start, tl.int64) * v_ss
-    k_row, k_column = batch * k_rb + kv_head * k_rh + k_start, batch * k_cb + kv_head * k_ch
-    v_row, v_column = batch * v_rb + kv_head * v_rh + k_start, batch * v_cb + kv_head * v_ch
+    batch64 = batch.to(tl.int64)
+    q = load_rows(q_ptr + batch64 * q_sb + row_head[:, None] * q_sh, q_start + tile * R, slot, q_ss, dk, live, DK, BDK, True)
+    g = load_rows(g_ptr + batch64 * g_sb + row_head[:, None] * g_sh, q_start + tile * R, slot, g_ss, dv, live, DV, BDV, True)
+    k_base, k_row, k_column = key_origin(k_ptr, batch, kv_head, k_start, k_sb, k_ss, k_sh, k_rb, k_rh, k_cb, k_ch)
+    v_base, v_row, v_column = key_origin(v_ptr, batch, kv_head, k_start, v_sb, v_ss, v_sh, v_rb, v_rh, v_cb, v_ch)
     place = (batch64 * (kv_heads * GROUP) + row_head) * q_len + q_start + row
     lse2 = tl.load(lse_ptr + place, mask=live, other=float("-inf")) * scale2
     delta = tl.load(delta_ptr + place, mask=live, other=0.0)
@@ -94,12 +89,8 @@ def dq_kernel(  # type: ignore[no-untyped-def]
         inside = (n // B) * (S * B) + n % B
         for t in range(stripes):
             start = stripe_key(t * BN, r, B, S)
-            if TMA:
-                k = k_stripe.load([0, k_row + start, k_column]).reshape(BN, BDK)
-                v = v_stripe.load([0, v_row + start, v_column]).reshape(BN, BDV)
-            else:
-                k = load_rows(k_base, start, inside, k_ss, dk, live, DK, BDK, False)
-                v = load_rows(v_base, start, inside, v_ss, dv, live, DV, BDV, False)
+            k = load_keys(k_stripe, k_base, k_row, k_column, start, inside, k_ss, dk, live, DK, BDK, BN, False, TMA, True)
+            v = load_keys(v_stripe, v_base, v_row, v_column, start, inside, v_ss, dv, live, DV, BDV, BN, False, TMA, True)
             dq = _update(q, k, v, g, dq, lse2, delta, scale2, position, n, n, local, r, False, B, S, PRECISION)
         rest = stripe_keys - stripes * BN
         for _tail in range(tl.minimum(rest, 1)):
@@ -108,17 +99,22 @@ def dq_kernel(  # type: ignore[no-untyped-def]
             v = load_rows(v_base, start, inside, v_ss, dv, n < rest, DV, BDV, True)
             dq = _update(q, k, v, g, dq, lse2, delta, scale2, position, start + inside, n < rest, local, r, True, B, S, PRECISION)
         stripes = 0
-    for t in range(stripes + middles + edges + diagonals):
+    end = stripes + middles + edges + diagonals
+    beyond = past_the_end(diagonal_low, diagonals, keys, BN, TAIL)
+    for t in range(end - beyond):
         start, masked = key_tile(t, stripes, middles, edges, low, middle_low, diagonal_low, r, B, S, BN)
         key = start + n
-        if TMA:
-            k = k_tile.load([k_row + start, k_column])
-            v = v_tile.load([v_row + start, v_column])
-        else:
+        k = load_keys(k_tile, k_base, k_row, k_column, start, n, k_ss, dk, key < keys, DK, BDK, BN, True, TMA, False)
+        v = load_keys(v_tile, v_base, v_row, v_column, start, n, v_ss, dv, key < keys, DV, BDV, BN, True, TMA, False)
+        dq = _update(q, k, v, g, dq, lse2, delta, scale2, position, key, key < keys, local, r, masked, B, S, PRECISION)
+    if TAIL:
+        for t in range(end - beyond, end):
+            start, _masked = key_tile(t, stripes, middles, edges, low, middle_low, diagonal_low, r, B, S, BN)
+            key = start + n
             k = load_rows(k_base, start, n, k_ss, dk, key < keys, DK, BDK, True)
             v = load_rows(v_base, start, n, v_ss, dv, key < keys, DV, BDV, True)
-        dq = _update(q, k, v, g, dq, lse2, delta, scale2, position, key, key < keys, local, r, masked, B, S, PRECISION)
+            dq = _update(q, k, v, g, dq, lse2, delta, scale2, position, key, key < keys, local, r, True, B, S, PRECISION)
 
     base = dq_ptr + batch64 * dq_sb + (q_start + tile * R).to(tl.int64) * dq_ss + row_head[:, None] * dq_sh
-    target = base + (slot % R)[:, None] * dq_ss + dk[None, :]
+    target = base + slot[:, None] * dq_ss + dk[None, :]
     tl.store(target, (dq * scale).to(dq_ptr.dtype.element_ty), mask=live[:, None] & (dk < DK)[None, :])

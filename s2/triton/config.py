@@ -1,10 +1,15 @@
-"""Tile sizes of the kernels by head width, dtype and block, pruned by the device's shared memory. Chosen before launch, by table: no tuning
-inside a step. The table was measured with `benchmarks/s2_tune.py`."""
+"""Tile sizes of the kernels by head width, dtype and block: the table's (`tuning.py`), pruned by the device's shared memory. Chosen before
+a launch: no tuning inside a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from .tuning import find
+
+HOPPER = (9, 0)
+"""The capability whose tiles the package's own table holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +67,9 @@ def _shared_bytes(kind: str, tile: Tile, d_k: int, d_v: int, size: int) -> int:
     return resident * pair + tile.stages * streamed * (pair + 8)
 
 
-def _wanted(kind: str, d: int, size: int, block: int) -> Tile:
-    """The measured choice for a head width (the larger of the two), an element size in bytes and a pattern's block; see docs/s2.md."""
-    if size == 4:
-        return Tile(rows=64, keys=32, warps=4, stages=2) if d <= 64 else Tile(rows=32, keys=32, warps=4, stages=1)
-    if kind == "forward":
-        if d <= 128 and block < 128:
-            return Tile(rows=64, keys=64, warps=4, stages=3)
-        return Tile(rows=128, keys=128, warps=8, stages=3) if d <= 128 else Tile(rows=128, keys=64, warps=8, stages=2)
-    if kind == "dq":
-        return Tile(rows=128, keys=64, warps=8, stages=3) if d <= 128 else Tile(rows=64, keys=64, warps=4, stages=1)
-    return Tile(rows=64, keys=128, warps=8, stages=3) if d <= 128 else Tile(rows=64, keys=64, warps=8, stages=1)
-
-
-def _fitted(kind: str, d_k: int, d_v: int, size: int, shared: int, block: int) -> Tile | None:
-    """The wanted tile, made smaller until it fits in `shared` bytes; None: not even the smallest does."""
-    tile = _wanted(kind, max(d_k, d_v), size, block)
+def _fitted(kind: str, d_k: int, d_v: int, size: int, shared: int, block: int, length: int, capability: tuple[int, int]) -> Tile | None:
+    """The table's tile, made smaller until it fits in `shared` bytes; None: not even the smallest does."""
+    tile = Tile(**find(kind, size, max(d_k, d_v), block, length, capability))
     while _shared_bytes(kind, tile, d_k, d_v, size) > shared:
         if tile.stages > 1:
             tile = replace(tile, stages=tile.stages - 1)
@@ -91,24 +83,29 @@ def _fitted(kind: str, d_k: int, d_v: int, size: int, shared: int, block: int) -
 
 
 @lru_cache(maxsize=256)
-def choose_tiles(d_k: int, d_v: int, size: int, shared: int, block: int) -> Tiles | None:
+def choose_tiles(
+    d_k: int, d_v: int, size: int, shared: int, block: int, length: int = 1 << 20, capability: tuple[int, int] = HOPPER
+) -> Tiles | None:
     """Tiles for padded head widths, element size and shared memory in bytes, and the pattern's block; None when no tile fits.
 
-    `block` is the pattern's block size, or 128 for dense attention, whose tiles any size may cut.
+    `block` is the pattern's block size, or 128 for dense attention, whose tiles any size may cut; `length` the tokens of a row.
     """
-    forward, dq, dkv = (_fitted(kind, d_k, d_v, size, shared, block) for kind in ("forward", "dq", "dkv"))
+    forward, dq, dkv = (_fitted(kind, d_k, d_v, size, shared, block, length, capability) for kind in ("forward", "dq", "dkv"))
     if forward is None or dq is None or dkv is None:
         return None
     return Tiles(forward=forward, dq=dq, dkv=dkv)
 
 
 @lru_cache(maxsize=256)
-def choose_decode(d_k: int, d_v: int, size: int, shared: int) -> DecodeTile | None:
+def choose_decode(
+    d_k: int, d_v: int, size: int, shared: int, block: int = 128, length: int = 1 << 20, capability: tuple[int, int] = HOPPER
+) -> DecodeTile | None:
     """The decoding tile for padded head widths, element size and shared memory in bytes; None when no tile fits.
 
-    A program keeps `stages` tiles of keys and values in flight: some 96 KiB, two programs to a multiprocessor of Hopper.
+    The compiler keeps one tile of keys and values less than `stages` in shared memory: at width 128 and 2 bytes 64 KiB, three
+    programs to a multiprocessor of Hopper.
     """
-    tile = DecodeTile(keys=64, warps=4, stages=3)
+    tile = DecodeTile(**find("decode", size, max(d_k, d_v), block, length, capability))
     while 16 * d_k * size + tile.stages * tile.keys * (d_k + d_v) * size > min(shared, 112 << 10):
         if tile.keys > 16:
             tile = replace(tile, keys=tile.keys // 2)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..pattern import DENSE
 from .config import choose_decode, padded
-from .launch import LOG2_E, on_device, shared_memory
+from .launch import LOG2_E, capability, on_device, shared_memory
 
 if TYPE_CHECKING:
     from ..cache import S2Cache
@@ -231,7 +231,9 @@ def attend(q: torch.Tensor, cache: S2Cache, scale: float) -> torch.Tensor:
     """See :func:`s2.decode.s2_decode`. Launches two kernels and reads nothing on the host."""
     pattern, plan = cache.pattern, units(cache)
     q = q if q.stride(3) == 1 else q.contiguous()
-    tile = choose_decode(padded(cache.d_k), padded(cache.d_v), q.element_size(), shared_memory(q.device))
+    size, shared = q.element_size(), shared_memory(q.device)
+    block = 128 if pattern.is_dense else pattern.block_size
+    tile = choose_decode(padded(cache.d_k), padded(cache.d_v), size, shared, block, cache.capacity, capability(q.device))
     assert tile is not None, "the table of decoders refuses what does not fit"
     target = processors(q.device) * tile.programs
     programs = target + cache.batch * (plan.dense + plan.sparse)

@@ -53,6 +53,14 @@ def query_program(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def query_rows(head, tile, queries, R: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of the BM slots of a tile of R queries of BM / R heads: (row in the tile, row, whether it exists, query head in 64 bits)."""
+    slot = tl.arange(0, BM)
+    row = tile * R + slot % R
+    return slot % R, row, row < queries, (head + slot // R).to(tl.int64)
+
+
+@triton.jit
 def stripe_key(x, r, B: tl.constexpr, S: tl.constexpr):  # type: ignore[no-untyped-def]
     """Position of the x-th key on the stripe of residue r."""
     return ((x // B) * S + r) * B + x % B
@@ -90,6 +98,18 @@ def key_tile(  # type: ignore[no-untyped-def]
     if S > 1:
         start = tl.where(t < stripes, stripe_key(t * BN, r, B, S), start)
     return start, t >= plain
+
+
+@triton.jit
+def past_the_end(low, tiles, rows, SIZE: tl.constexpr, TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 when the last of the `tiles` from row `low` on must not be loaded by a descriptor, as it goes past the last of the `rows`, else 0.
+
+    What lies there belongs to another document, head or sequence. Its weight is 0, but 0 times a NaN is NaN.
+    """
+    beyond = 0
+    if TAIL:
+        beyond = (low + tiles * SIZE > rows).to(tl.int32)
+    return beyond
 
 
 @triton.jit

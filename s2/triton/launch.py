@@ -25,3 +25,9 @@ def shared_memory(device: torch.device) -> int:
 def on_device(x: torch.Tensor) -> Any:
     """A context in which kernels are launched on the device of x."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
+
+
+@lru_cache(maxsize=16)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; that of the table for the interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)

@@ -19,3 +19,24 @@ def load_rows(base, start, offsets, stride, columns, valid, D: tl.constexpr, BD:
         return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
     else:
         return tl.load(pointers)
+
+
+@triton.jit
+def key_origin(pointer, batch, head, start, sb, ss, sh, rb, rh, cb, ch):  # type: ignore[no-untyped-def]
+    """Where the keys from row `start` on of a key/value head begin: (address, row and column of a descriptor's view)."""
+    base = pointer + batch.to(tl.int64) * sb + head.to(tl.int64) * sh + tl.cast(start, tl.int64) * ss
+    return base, batch * rb + head * rh + start, batch * cb + head * ch
+
+
+@triton.jit
+def load_keys(  # type: ignore[no-untyped-def]
+    tile, base, origin_row, origin_column, start, offsets, stride, columns, valid,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr, STRIPES: tl.constexpr,
+):  # fmt: skip
+    """BN keys or values, from `start` on, by descriptor, which may read past the last one, or by pointer; STRIPES: blocks of a stripe."""
+    if TMA and STRIPES:
+        return tile.load([0, origin_row + start, origin_column]).reshape(BN, BD)
+    elif TMA:
+        return tile.load([origin_row + start, origin_column])
+    else:
+        return load_rows(base, start, offsets, stride, columns, valid, D, BD, CHECK)

@@ -17,7 +17,7 @@ from .backward_kv import stripe_kernel, window_kernel
 from .backward_q import dq_kernel, rows_kernel
 from .config import Tile, Tiles, choose_tiles, padded
 from .forward import forward_kernel
-from .launch import LOG2_E, on_device, shared_memory
+from .launch import LOG2_E, capability, on_device, shared_memory
 
 LARGEST_TILE = 128
 """Keys of the largest tile in `config.py`: offsets inside a tile are 32-bit."""
@@ -33,13 +33,16 @@ def attend(
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See :func:`s2.attention.s2_attention`. Document bounds that lie on the device are not checked: that would wait for it."""
-    if isinstance(pattern, BlockMask):
-        raise TypeError("custom masks have no triton kernel")
     if scale < 0:
         # The kernels take the maximum of unscaled scores, and divide by the scale.
         q, scale = -q, -scale
     elif scale == 0:
         q, scale = q * 0, 1.0
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if isinstance(pattern, BlockMask):
+        from .masked_op import attend as attend_masked
+
+        return attend_masked(q, k, v, pattern, scale, documents)
     if max(k.stride(1), v.stride(1)) * pattern.stride * LARGEST_TILE >= 1 << 31:
         raise S2Error(
             "stride", pattern.stride, "makes a tile of stripe keys span 2**31 elements", "use a smaller stride or backend=reference"
@@ -48,8 +51,7 @@ def attend(
     group = q.shape[2] // k.shape[2]
     shared = all(len(set(residues[n : n + group])) == 1 for n in range(0, len(residues), group))
     stride = 1 if pattern.is_dense else pattern.stride
-    cu_q, cu_k = (None, None) if documents is None else _bounds(documents, q.device)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    cu_q, cu_k = (None, None) if documents is None else bounds(documents, q.device)
     table = _residue_table(residues, q.device)
     out, lse = attention(q, k, v, table, cu_q, cu_k, scale, pattern.block_size, pattern.local_blocks, stride, shared)
     return out, lse if return_lse else None
@@ -60,7 +62,7 @@ def _residue_table(residues: tuple[int, ...], device: torch.device) -> torch.Ten
     return torch.tensor(residues, dtype=torch.int32, device=device)
 
 
-def _bounds(documents: Documents, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def bounds(documents: Documents, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The document bounds on the device; those that lie on the host are checked and copied once for all layers of a step."""
     if documents.cu_q.device == device and documents.cu_k.device == device:
         return documents.cu_q, documents.cu_k
@@ -75,14 +77,17 @@ def _copied(bounds: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(bounds, dtype=torch.int32, device=device)
 
 
-def _tiles(q: torch.Tensor, v: torch.Tensor, block: int, stride: int) -> Tiles:
+def tiles(q: torch.Tensor, v: torch.Tensor, block: int, stride: int) -> Tiles:
+    """The tiles of a call."""
     block = 128 if stride == 1 else block
-    tiles = choose_tiles(padded(q.shape[3]), padded(v.shape[3]), q.element_size(), shared_memory(q.device), block)
-    assert tiles is not None, "backends.py refuses what does not fit"
-    return tiles
+    found = choose_tiles(
+        padded(q.shape[3]), padded(v.shape[3]), q.element_size(), shared_memory(q.device), block, q.shape[1], capability(q.device)
+    )
+    assert found is not None, "backends.py refuses what does not fit"
+    return found
 
 
-class _Call:
+class Call:
     """What every launch of one call shares."""
 
     def __init__(
@@ -103,6 +108,8 @@ class _Call:
         self.shared = shared
         self.documents = 0 if cu_q is None else cu_q.numel() - 1
         self.block, self.local, self.stride = block, local, stride
+        # With tiles that end where the rows end no descriptor reads past them, and the kernels need no last tile by pointers.
+        self.whole = cu_q is None and self.q_len == self.k_len and self.q_len % LARGEST_TILE == 0
         self.cu_q, self.cu_k = (q, q) if cu_q is None or cu_k is None else (cu_q, cu_k)
         self.constants: dict[str, Any] = {
             "DK": self.d_k,
@@ -122,6 +129,11 @@ class _Call:
             return 1
         return min(self.group & -self.group, max(1, tile.rows // 16))
 
+    def options(self, tile: Tile, tma: bool) -> dict[str, Any]:
+        """Constants and launch options that all kernels over tiles share."""
+        sizes = {"BM": tile.rows, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
+        return {"GROUP": self.group, "TMA": tma, "TAIL": tma and not self.whole, **self.constants, **sizes}
+
     def count(self, length: int, span: int) -> int:
         """Tiles of `span` rows that `length` rows need, documents included."""
         return length // span + self.documents if self.documents else triton.cdiv(length, span)
@@ -139,7 +151,7 @@ def _accelerated(tile: Tile, *tensors: torch.Tensor) -> list[descriptors.View] |
 NO_STEPS = (0,) * 8
 
 
-def _key_sources(call: _Call, tile: Tile, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:
+def key_sources(call: Call, tile: Tile, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:
     """(descriptors of k and v, their steps, whether they are used) for the kernels over tiles of queries."""
     views = _accelerated(tile, k, v)
     if views is None:
@@ -158,8 +170,25 @@ def _query_sources(tile: Tile, q: torch.Tensor, g: torch.Tensor) -> tuple[tuple[
     return tuple(descriptors.tile(x, how, tile.rows) for x, how in zip((q, g), views, strict=True)), views[0].steps + views[1].steps, True
 
 
-def _options(tile: Tile) -> dict[str, int]:
-    return {"BM": tile.rows, "BN": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
+def _over_queries(
+    kernel: Any,
+    call: Call,
+    tile: Tile,
+    inputs: tuple[torch.Tensor, ...],
+    target: torch.Tensor,
+    rows: tuple[torch.Tensor, ...],
+    residues: torch.Tensor,
+    scales: tuple[float, ...],
+) -> None:
+    """Launches a kernel over tiles of queries: `inputs` are q, k, v and perhaps g, `rows` what it reads or writes of each row."""
+    pack = call.pack(tile)
+    tiles = call.count(call.q_len, tile.rows // pack)
+    sources, steps, tma = key_sources(call, tile, inputs[1], inputs[2])
+    kernel[(tiles * call.batch * call.heads // pack,)](
+        *inputs, *sources, target, *rows, residues, call.cu_q, call.cu_k,
+        tiles, call.documents, call.q_len, call.k_len, call.kv_heads,
+        *(step for x in (*inputs, target) for step in x.stride()[:3]), *steps, *scales, PACK=pack, **call.options(tile, tma),
+    )  # fmt: skip
 
 
 @torch.library.custom_op("s2::attention", mutates_args=())
@@ -177,20 +206,11 @@ def attention(
     shared: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, q_len, heads, d_v), lse (batch, heads, q_len) float32; `shared`: the query heads of a group share their residue."""
-    call = _Call(q, k, v, cu_q, cu_k, block, local, stride, shared)
-    tile = _tiles(q, v, block, stride).forward
-    pack = call.pack(tile)
+    call = Call(q, k, v, cu_q, cu_k, block, local, stride, shared)
     out = q.new_empty(call.batch, call.q_len, call.heads, call.d_v)
     lse = q.new_empty(call.batch, call.heads, call.q_len, dtype=torch.float32)
-    tiles = call.count(call.q_len, tile.rows // pack)
-    sources, steps, tma = _key_sources(call, tile, k, v)
     with on_device(q):
-        forward_kernel[(tiles * call.batch * call.heads // pack,)](
-            q, k, v, *sources, out, lse, residues, call.cu_q, call.cu_k,
-            tiles, call.documents, call.q_len, call.k_len, call.kv_heads,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *steps,
-            scale * LOG2_E, GROUP=call.group, PACK=pack, TMA=tma, **call.constants, **_options(tile),
-        )  # fmt: skip
+        _over_queries(forward_kernel, call, tiles(q, v, block, stride).forward, (q, k, v), out, (lse,), residues, (scale * LOG2_E,))
     return out, lse
 
 
@@ -231,20 +251,28 @@ def attention_backward(
     shared: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv in the shapes and dtypes of q, k, v; g and g_lse are the gradients of out and lse."""
-    call = _Call(q, k, v, cu_q, cu_k, block, local, stride, shared)
+    call = Call(q, k, v, cu_q, cu_k, block, local, stride, shared)
     g = g if g.stride(-1) == 1 else g.contiguous()
-    tiles = _tiles(q, v, block, stride)
-    row_lse, row_delta = row_buffers(lse, tiles.dkv.rows), row_buffers(lse, tiles.dkv.rows)
+    chosen = tiles(q, v, block, stride)
     with on_device(q):
-        rows_kernel[(triton.cdiv(call.q_len, 64) * call.batch * call.heads,)](
-            out, g, lse, lse if g_lse is None else g_lse.contiguous(), row_lse, row_delta,
-            1.0 / scale, call.batch * call.heads, call.q_len, call.heads,
-            *out.stride()[:3], *g.stride()[:3],
-            DV=call.d_v, BDV=padded(call.d_v), BM=64, HAS_G_LSE=g_lse is not None,
-        )  # fmt: skip
-        dq = _launch_dq(call, tiles.dq, q, k, v, g, row_lse, row_delta, residues, scale)
-        dk, dv = _launch_dkv(call, tiles.dkv, q, k, v, g, row_lse, row_delta, residues, scale)
+        rows = row_terms(call, out, g, lse, g_lse, scale, chosen.dkv.rows)
+        dq = launch_dq(call, chosen.dq, (q, k, v, g), rows, residues, scale)
+        dk, dv = launch_dkv(call, chosen.dkv, (q, k, v, g), rows, residues, scale)
     return dq, dk, dv
+
+
+def row_terms(
+    call: Call, out: torch.Tensor, g: torch.Tensor, lse: torch.Tensor, g_lse: torch.Tensor | None, scale: float, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each row adds to the products of the backward pass (`rows_kernel`), in buffers that tiles of `rows` rows may overrun."""
+    row_lse, row_delta = row_buffers(lse, rows), row_buffers(lse, rows)
+    rows_kernel[(triton.cdiv(call.q_len, 64) * call.batch * call.heads,)](
+        out, g, lse, lse if g_lse is None else g_lse.contiguous(), row_lse, row_delta,
+        1.0 / scale, call.batch * call.heads, call.q_len, call.heads,
+        *out.stride()[:3], *g.stride()[:3],
+        DV=call.d_v, BDV=padded(call.d_v), BM=64, HAS_G_LSE=g_lse is not None,
+    )  # fmt: skip
+    return row_lse, row_delta
 
 
 def row_buffers(lse: torch.Tensor, rows: int) -> torch.Tensor:
@@ -254,72 +282,49 @@ def row_buffers(lse: torch.Tensor, rows: int) -> torch.Tensor:
     return buffer
 
 
-def _launch_dq(
-    call: _Call,
-    tile: Tile,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    residues: torch.Tensor,
-    scale: float,
+def launch_dq(
+    call: Call, tile: Tile, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], residues: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    pack = call.pack(tile)
-    tiles = call.count(call.q_len, tile.rows // pack)
+    """dq; `inputs`: q, k, v, g; `rows`: the two sums of `rows_kernel`."""
+    q = inputs[0]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sources, steps, tma = _key_sources(call, tile, k, v)
-    dq_kernel[(tiles * call.batch * call.heads // pack,)](
-        q, k, v, g, *sources, dq, lse, delta, residues, call.cu_q, call.cu_k,
-        tiles, call.documents, call.q_len, call.k_len, call.kv_heads,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3], *dq.stride()[:3], *steps,
-        scale * LOG2_E, scale, GROUP=call.group, PACK=pack, TMA=tma, **call.constants, **_options(tile),
-    )  # fmt: skip
+    _over_queries(dq_kernel, call, tile, inputs, dq, rows, residues, (scale * LOG2_E, scale))
     return dq
 
 
-def _launch_dkv(
-    call: _Call,
-    tile: Tile,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    residues: torch.Tensor,
-    scale: float,
+def launch_dkv(
+    call: Call, tile: Tile, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], residues: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dk and dv. When the heads of a group differ in their pattern, each query head gets its own, summed here in float32."""
+    q, _, _, g = inputs
+    lse, delta = rows
     heads = call.group if call.shared else 1
     per_batch = call.heads // heads
     units = call.batch * per_batch
     wide = torch.float32 if per_batch != call.kv_heads else q.dtype
     dk = torch.empty(call.batch, call.k_len, per_batch, call.d_k, dtype=wide, device=q.device)
     dv = torch.empty(call.batch, call.k_len, per_batch, call.d_v, dtype=wide, device=q.device)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:3])
     sources, steps, tma = _query_sources(tile, q, g)
+    strides = tuple(step for x in inputs for step in x.stride()[:3])
     part_dk = part_dv = delta
     splits, part_rows = 1, 0
+    subs = triton.cdiv(call.block, tile.keys)
+    spans = call.count(call.k_len, subs * tile.keys * call.stride)
     if call.stride > 1:
-        subs = triton.cdiv(call.block, tile.keys)
-        spans = call.count(call.k_len, subs * tile.keys * call.stride)
         splits = _splits(spans * subs * units, call.stride)
         part_rows = call.count(call.k_len, call.block * call.stride) * call.block
-        part_dk = torch.empty(splits, units, part_rows, call.d_k, dtype=torch.float32, device=q.device)
-        part_dv = torch.empty(splits, units, part_rows, call.d_v, dtype=torch.float32, device=q.device)
+        part_dk, part_dv = (torch.empty(splits, units, part_rows, d, dtype=torch.float32, device=q.device) for d in (call.d_k, call.d_v))
+    front = (*inputs, *sources, lse, delta, part_dk, part_dv)
+    sizes = (call.documents, call.q_len, call.k_len, units, per_batch, part_rows)
+    options = {"HEADS": heads, "SPLITS": splits, **call.options(tile, tma)}
+    if call.stride > 1:
         stripe_kernel[(spans * subs * units * splits,)](
-            q, k, v, g, *sources, lse, delta, part_dk, part_dv, residues, call.cu_q, call.cu_k,
-            spans, call.documents, call.q_len, call.k_len, units, per_batch, part_rows,
-            *strides, *steps, scale * LOG2_E, GROUP=call.group, HEADS=heads, SPLITS=splits, TMA=tma, **call.constants, **_options(tile),
-        )  # fmt: skip
+            *front, residues, call.cu_q, call.cu_k, spans, *sizes, *strides, *steps, scale * LOG2_E, **options
+        )
     tiles = call.count(call.k_len, tile.keys)
     window_kernel[(tiles * units,)](
-        q, k, v, g, *sources, lse, delta, part_dk, part_dv, dk, dv, residues, call.cu_q, call.cu_k,
-        tiles, call.documents, call.q_len, call.k_len, units, per_batch, part_rows,
-        *strides, *dk.stride()[:3], *dv.stride()[:3], *steps,
-        scale * LOG2_E, scale, GROUP=call.group, HEADS=heads, SPLITS=splits, TMA=tma, **call.constants, **_options(tile),
+        *front, dk, dv, residues, call.cu_q, call.cu_k, tiles, *sizes,
+        *strides, *dk.stride()[:3], *dv.stride()[:3], *steps, scale * LOG2_E, scale, **options,
     )  # fmt: skip
     if per_batch != call.kv_heads:
         dk, dv = (x.unflatten(2, (call.kv_heads, call.group)).sum(3).to(q.dtype) for x in (dk, dv))

@@ -149,6 +149,31 @@ def test_unattended_keys_are_never_read() -> None:
         assert (got[2][0, ~seen[head].cuda(), head] == 0).all()
 
 
+@pytest.mark.parametrize("stride", [1, 4])
+def test_nan_stays_in_its_document_and_its_sequence(stride: int) -> None:
+    """Tiles read past a document's end by descriptor; what stands there must not reach it, as 0 times NaN would."""
+    pattern = S2Pattern(num_heads=8, num_kv_heads=4, stride=stride, local_blocks=2)
+    bounds = torch.tensor([0, 300, 1013, 1100], dtype=torch.int32, device="cuda")
+    q, k, v, g = bf16(1100, 8, 4)
+    clean = all_results(
+        lambda *x: s2_attention(*x, pattern, cu_seqlens_q=bounds, backend="triton"), [x.requires_grad_() for x in (q, k, v)], g, None
+    )
+    spoiled = [x.detach().clone() for x in (q, k, v)]
+    upstream = g.clone()
+    for x in (*spoiled, upstream):
+        x[:, 300:1013] = float("nan")
+    leaves = [x.requires_grad_() for x in spoiled]
+    got = all_results(lambda *x: s2_attention(*x, pattern, cu_seqlens_q=bounds, backend="triton"), leaves, upstream, None)
+    for a, b in zip(got, clean, strict=True):
+        assert torch.equal(a[:, :300], b[:, :300])
+        assert torch.equal(a[:, 1013:], b[:, 1013:])
+    pair = [torch.cat([x.detach(), torch.full_like(x, float("nan"))]) for x in (q, k, v, g)]
+    leaves = [x.requires_grad_() for x in pair[:3]]
+    alone = all_results(lambda *x: s2_attention(*x, pattern, backend="triton"), [x.requires_grad_() for x in (q, k, v)], g, None)
+    both = all_results(lambda *x: s2_attention(*x, pattern, backend="triton"), leaves, pair[3], None)
+    assert all(torch.equal(a[:1], b) for a, b in zip(both, alone, strict=True))
+
+
 def test_strided_inputs_and_gradients() -> None:
     """Megatron's [s, b, h, d], a fused qkv, and an expanded upstream gradient."""
     pattern = S2Pattern(num_heads=8, num_kv_heads=4, stride=4, local_blocks=2)
@@ -187,9 +212,12 @@ def test_compile_autocast_recompute_and_new_lengths() -> None:
     from s2.triton.forward import forward_kernel
 
     before = sum(len(cache[0]) for cache in forward_kernel.device_caches.values())
-    for length in (601, 613, 1024, 1):
+    for length in (601, 613, 1000, 1):
         call(*bf16(length, 4, 4)[:3])
     assert sum(len(cache[0]) for cache in forward_kernel.device_caches.values()) == before
+    for length in (1024, 1152, 2048):  # whole tiles: one more kernel, for all of them
+        call(*bf16(length, 4, 4)[:3])
+    assert sum(len(cache[0]) for cache in forward_kernel.device_caches.values()) == before + 1
 
 
 def test_offsets_past_two_to_the_31_and_wide_grids() -> None:

@@ -30,7 +30,7 @@ def use_tiles(op: ModuleType, monkeypatch: pytest.MonkeyPatch, rows: int, keys: 
 
     tile = Tile(rows=rows, keys=keys, warps=4, stages=1)
     swapped = Tile(rows=keys, keys=rows, warps=4, stages=1)
-    monkeypatch.setattr(op, "_tiles", lambda *a: Tiles(forward=tile, dq=tile, dkv=swapped))
+    monkeypatch.setattr(op, "tiles", lambda *a: Tiles(forward=tile, dq=tile, dkv=swapped))
 
 
 def results(
@@ -148,6 +148,58 @@ def test_unattended_keys_are_never_read(op: ModuleType, monkeypatch: pytest.Monk
     grads = torch.autograd.grad(out, leaves, g)
     assert all(torch.isfinite(x).all() for x in (out, *grads))
     assert (grads[1][0][~seen.T] == 0).all()
+
+
+@pytest.fixture
+def descriptors(op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptor loads, as on a device with a tensor-memory accelerator: the interpreter knows them, and reads past a document too."""
+    from s2.triton import descriptors
+
+    monkeypatch.setattr(op, "_accelerated", lambda tile, *tensors: [descriptors.view(x) for x in tensors])
+
+
+@pytest.mark.parametrize(("stride", "local", "rows", "keys"), [(2, 1, 32, 32), (2, 2, 16, 64), (1, 1, 64, 32)])
+def test_nan_stays_in_its_document(
+    op: ModuleType, descriptors: None, monkeypatch: pytest.MonkeyPatch, stride: int, local: int, rows: int, keys: int
+) -> None:
+    """The document between two others is NaN, in inputs and upstream gradients: the others must not notice."""
+    use_tiles(op, monkeypatch, rows, keys)
+    pattern = S2Pattern(num_heads=4, num_kv_heads=2, block_size=16, local_blocks=local, stride=stride)
+    bounds = [0, 53, 90, 143]
+    documents = make(torch.tensor(bounds, dtype=torch.int32), None, 1, 143, 143)
+    q, k, v, g, g_lse = inputs(143, 143, 4, 2, 16, 16, dtype=torch.float32)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    want = dense(*wide, packed_mask(pattern, bounds, bounds), 0.25)
+    want = (*want, *torch.autograd.grad(want, wide, (g.double(), g_lse.double())))
+    for x in (q, k, v, g, g_lse.transpose(1, 2)):
+        x[:, 53:90] = float("nan")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    got = op.attend(*leaves, pattern, 0.25, documents, True)
+    got = (*got, *torch.autograd.grad(got, leaves, (g, g_lse)))
+    for part in (slice(0, 53), slice(90, 143)):
+        mine, theirs = ([x[:, :, part] if n == 1 else x[:, part] for n, x in enumerate(xs)] for xs in (got, want))
+        check(tuple(mine), tuple(theirs))
+
+
+def test_nan_stays_in_its_sequence(op: ModuleType, descriptors: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tiles(op, monkeypatch, 32, 32)
+    pattern = S2Pattern(num_heads=2, num_kv_heads=2, block_size=16, local_blocks=1, stride=2)
+    q, k, v, g, g_lse = inputs(75, 75, 2, 2, 16, 16, batch=2, dtype=torch.float32)
+    wide = [x[:1].double().requires_grad_() for x in (q, k, v)]
+    want = dense(*wide, token_mask(pattern, 75, 75), 0.25)
+    want = (*want, *torch.autograd.grad(want, wide, (g[:1].double(), g_lse[:1].double())))
+    for x in (q, k, v, g, g_lse):
+        x[1] = float("nan")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    got = op.attend(*leaves, pattern, 0.25, None, True)
+    check(tuple(x[:1] for x in (*got, *torch.autograd.grad(got, leaves, (g, g_lse)))), want)
+
+
+@pytest.mark.parametrize("name", ["stripes", "packed group", "dense"])
+def test_descriptor_loads(op: ModuleType, descriptors: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Lengths of whole tiles, whose last tile is a descriptor load like the others."""
+    use_tiles(op, monkeypatch, 32, 32)
+    check(*results(op, S2Pattern(block_size=16, **PATTERNS[name]), (128, 128, 16, 16)))
 
 
 def test_strides_a_negative_scale_and_one_gradient_only(op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

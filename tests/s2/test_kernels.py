@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["interpreted.py", "interpreted_decode.py"])
+@pytest.mark.parametrize("name", ["interpreted.py", "interpreted_decode.py", "interpreted_masked.py"])
 def test_the_kernels_in_the_interpreter(name: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__).with_name(name))]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
