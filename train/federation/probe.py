@@ -131,7 +131,7 @@ class RouterProbe:
         whole = {layer: torch.cat(parts) for layer, parts in chosen.items()}
         return Snapshot(
             chosen={layer: tokens[probe_tokens(len(tokens), MOST_TOKENS).to(tokens.device)].cpu() for layer, tokens in whole.items()},
-            weights={_layer(router): router.weight.detach().float().cpu() for router in routers},
+            weights={_layer(router): router.weight.detach().to("cpu", torch.float32, copy=True) for router in routers},
         )
 
 
