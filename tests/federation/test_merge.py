@@ -323,13 +323,14 @@ def test_the_place_of_a_merge_is_not_taken_from_others(make_run: Callable[..., A
     (other / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="it holds something else than an earlier merge"):
         write_merged(run, out=other)
-    merged = write_merged(run)
-    (merged.run_dir / "status.json").write_text("{}")
+    said: list[str] = []
+    checkpoint = merged_checkpoint(run, load_config(run / "config.yaml"), None, said.append)
+    assert said == [f"merged the run's 2 sites: {checkpoint}"]
+    assert merged_checkpoint(run, load_config(run / "config.yaml"), None, said.append) == checkpoint
+    assert len(said) == 1, "what is there serves"
+    (run / "merged" / "status.json").write_text("{}")
     with pytest.raises(ConfigError, match="has been trained on; give another directory"):
         write_merged(run, 4)
-    said: list[str] = []
-    assert merged_checkpoint(run, load_config(run / "config.yaml"), None, said.append) == merged.checkpoint
-    assert said == [], "what is there serves"
 
 
 def test_a_merge_needs_the_memory_of_one_tensor(make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
