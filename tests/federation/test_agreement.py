@@ -8,7 +8,7 @@ import pytest
 from small_engine import MOE, small_config
 
 from train.config.schema import Config
-from train.federation.agreement import Saved, Word, action, beginnings, due, place
+from train.federation.agreement import Saved, Word, action, beginnings, complete, due, place
 from train.federation.residency import residency_plan
 
 
@@ -37,6 +37,12 @@ def test_a_meeting_is_for_whatever_is_furthest() -> None:
     assert action({0: word("start"), 1: word("ready")}) == "ready"
     assert action({0: word("ready"), 1: word("round", 4), 2: word("start")}) == "round"
     assert place({0: word("start", 9), 1: word("round", 4, fragment=0), 2: word("round", 8, fragment=1)}) == (8, 1)
+
+
+def test_sites_that_start_wait_for_all_as_long_as_one_waits_for_the_rest() -> None:
+    assert complete({0: word("start"), 1: word("start")}, 2, 30.0)
+    assert not complete({0: word("start", waited=29.0)}, 2, 30.0)
+    assert complete({0: word("start", waited=1.0), 2: word("start", waited=30.5)}, 3, 30.0)
 
 
 def saved(*steps: tuple[int, int], line: str = "a") -> list[Saved]:

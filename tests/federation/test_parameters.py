@@ -23,7 +23,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, SP),
     (2, {"parallel.pp": 2}),
     (4, {**SP, "parallel.pp": 2}),
-    (4, {**SP, "parallel.ep": 2}),
+    (4, {**SP, "parallel.ep": 2, "moe.bias_rate": 1e-2, "moe.aux_coef": 0.0}),
 ]
 
 
@@ -102,11 +102,12 @@ def joined(whole: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def masters_in(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The fp32 weights of a whole state, by parameter name."""
+    """The fp32 weights of a whole state and the routers' biases, by parameter name."""
+    biases = {key: value for key, value in whole.items() if key.endswith(".expert_bias")}
     for prefix in ("optimizer.state.fp32_param.", "optimizer.state.param."):
         found = {key.removeprefix(prefix): value for key, value in whole.items() if key.startswith(prefix)}
         if found:
-            return joined(found, "")
+            return joined(found, "") | biases
     return joined({key: value for key, value in whole.items() if not key.startswith("optimizer.")}, "")
 
 
@@ -205,3 +206,41 @@ def test_a_step_at_learning_rate_0_leaves_the_pushed_weights(ranks: RankPools, c
     pushed, stepped = (assemble(parts) for parts in zip(*ranks(2).run(learning_nothing, changes), strict=True))
     for name, value in pushed.items():
         assert torch.equal(stepped[name], value), name
+
+
+def pushed_with(overlap: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """This rank's weights after a push, and after a further step; that step's loss."""
+    from small_engine import names
+
+    import train.engine.build as engine_build
+
+    settings = engine_build.DistributedDataParallelConfig
+
+    def with_overlap(**keywords: Any) -> Any:
+        return settings(**{**keywords, "overlap_param_gather": overlap})
+
+    engine_build.DistributedDataParallelConfig = with_overlap  # type: ignore[assignment,misc]
+    try:
+        engine = build(small_config(BF16))
+    finally:
+        engine_build.DistributedDataParallelConfig = settings  # type: ignore[misc]
+    for step in range(2):
+        take_step(engine, step)
+    parameters = parameters_of(engine)
+    parameters.pull()
+    for entry in parameters.named.values():
+        entry.tensor.copy_(moved(entry.tensor))
+    parameters.push()
+    pushed = {name: weight.detach().clone() for name, weight in names(engine)}
+    loss = take_step(engine, 2).loss
+    take_step(engine, 3, lr=0.0)  # gathers what the step before it left in shards
+    return pushed, {name: weight.detach().clone() for name, weight in names(engine)}, loss
+
+
+def test_overlapped_gathering_of_parameters_sees_what_was_pushed(ranks: RankPools) -> None:
+    plain, overlapped = ranks(2).run(pushed_with, False), ranks(2).run(pushed_with, True)
+    for (want, after, loss), (got, later, same) in zip(plain, overlapped, strict=True):
+        assert loss == same
+        for name, value in want.items():
+            assert torch.equal(got[name], value), name
+            assert torch.equal(later[name], after[name]), name

@@ -57,7 +57,7 @@ class PlainDiloco:
     def due(self, step: int) -> bool:
         return step % self._every == 0
 
-    def after_step(self, _: Any) -> None:
+    def after_step(self, *_: Any) -> None:
         self._parameters.pull()
         for name, entry in sorted(self._parameters.named.items()):
             anchor, velocity = self._anchor[name], self._velocity[name]
@@ -112,15 +112,21 @@ def plain_diloco(corpus: str, place: str, changes: dict[str, Any], sites: int) -
         )
 
 
-def one_site_federation(corpus: str, place: str, changes: dict[str, Any], endpoint: str) -> Outcome:
-    """A run of one site whose outer step averages over that site alone."""
-    from train.federation.run import Federation
+def one_site_federation(corpus: str, place: str, changes: dict[str, Any], endpoint: str, resumed: bool = False) -> Outcome:
+    """A run of one site that meets nobody and takes its outer steps alone."""
+    from moe.residency import ResidencyPlan
+    from train.federation import run as module
 
-    def make(trainer: Any) -> Federation:
-        config = dataclasses.replace(
-            trainer.config,
-            federation=dataclasses.replace(trainer.config.federation, site=0, endpoint=endpoint, outer_lr=1.0, outer_momentum=0.0),
-        )
-        return Federation(config, trainer.checkpoints.directory, trainer.ranks, trainer.chunks, trainer.optimizer, trainer.clock.watchdog)
+    def make(trainer: Any) -> Any:
+        federation = dataclasses.replace(trainer.config.federation, site=0, endpoint=endpoint)
+        config, moe = dataclasses.replace(trainer.config, federation=federation), trainer.config.moe
+        plan = ResidencyPlan.build(moe.experts, 1, 1, "contiguous", 0, moe.blocks(config.model.layers))
+        original, module.residency_plan = module.residency_plan, lambda _: plan  # type: ignore[assignment]
+        try:
+            return module.Federation(
+                config, trainer.checkpoints.directory, trainer.ranks, trainer.chunks, trainer.optimizer, trainer.clock.watchdog
+            )
+        finally:
+            module.residency_plan = original  # type: ignore[assignment]
 
-    return instead_of_federation(make, lambda: run(run_config(corpus, {**FEDERATED, **changes}), place))
+    return instead_of_federation(make, lambda: run(run_config(corpus, {**FEDERATED, **changes}), place, resumed))

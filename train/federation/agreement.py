@@ -38,6 +38,8 @@ class Word:
     tokens: int = 0
     """Tokens that it has seen."""
     saved: Sequence[Saved] = field(default_factory=tuple)
+    waited: float = 0.0
+    """Seconds since it began to wait for the others."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -53,6 +55,11 @@ def action(words: Mapping[int, Word]) -> Phase:
     """What a meeting is for: a `round`, as soon as one member is at the end of one; else getting `ready`; else the `start` of all."""
     phases = {word.phase for word in words.values()}
     return "round" if "round" in phases else "ready" if "ready" in phases else "start"
+
+
+def complete(words: Mapping[int, Word], sites: int, deadline: float) -> bool:
+    """Whether sites that start go on from this meeting: all are there, or one has waited long enough for the rest."""
+    return len(words) == sites or max(word.waited for word in words.values()) >= deadline
 
 
 def place(words: Mapping[int, Word]) -> tuple[int, int | None]:

@@ -28,14 +28,30 @@ _ALONE_SECONDS = 600.0
 class Meetings:
     """A site's meetings with the others. `say` prints a line on rank 0."""
 
-    def __init__(self, membership: Membership | None, endpoint: str, ranks: Ranks, say: Callable[[str], None]) -> None:
-        """`membership` is None on all ranks but the first; `endpoint` is where its lighthouse is."""
+    def __init__(self, membership: Membership | None, endpoint: str, needed: int, ranks: Ranks, say: Callable[[str], None]) -> None:
+        """`membership` is None on all ranks but the first; `endpoint` is where its lighthouse is, `needed` the fewest sites that meet."""
         self._membership, self._ranks, self._say = membership, ranks, say
         self._endpoint = endpoint if ranks.is_first else None
+        self._needed = needed
 
-    def meet(self, round: int, word: Word, timeout: float | None = None) -> Meeting | str:
-        """Meet the others after `round` outer steps; the reason in words when too few came in `timeout` seconds (None: as configured)."""
-        return self._try(round, word, timeout)
+    def meet(
+        self, round: int, word: Word, waiting: Callable[[], None], *, timeout: float | None = None, patience: float = 0.0
+    ) -> Meeting | str:
+        """Meet the others after `round` outer steps; the reason in words when too few came in `timeout` seconds (None: as configured).
+
+        While enough sites are alive they are only out of step with this one: it then waits up to `patience` seconds in all, or each would
+        come when the other has just given up. `waiting` is called now and then.
+        """
+        began = time.monotonic()
+        meeting = self._try(round, word, timeout)
+        while isinstance(meeting, str):
+            left = [patience - (time.monotonic() - began)]
+            dist.broadcast_object_list(left)
+            if left[0] <= 0 or self._alive() < self._needed:
+                break
+            waiting()
+            meeting = self._try(round, word, min(left[0], _TRY_SECONDS))
+        return meeting
 
     def meet_at_start(self, round: int, word: Word, waiting: Callable[[], None]) -> Meeting:
         """Meet the others as soon as they come, since they may be in the middle of a round. `waiting` is called now and then.
@@ -50,19 +66,20 @@ class Meetings:
                 return meeting
             now = time.monotonic()
             self._say(f"federation: waiting for the other sites since {now - began:.0f} s ({meeting})")
-            if self._others_there():
-                heard = now
-            elif now - heard > _ALONE_SECONDS:
+            heard = now if self._alive() > 1 else heard
+            alone = [now - heard > _ALONE_SECONDS]
+            dist.broadcast_object_list(alone)
+            if alone[0]:
                 raise Hopeless(
                     f"federation: no other site was heard of for {now - heard:.0f} s; start all sites of the run, or go on with all"
                 )
 
-    def _others_there(self) -> bool:
-        """Whether sites besides this one send heartbeats, as rank 0 finds them where sites meet."""
-        told = [True]
+    def _alive(self) -> int:
+        """Sites that send heartbeats, this one included, as rank 0 finds them where sites meet."""
+        told = [1]
         if self._endpoint is not None:
             with contextlib.suppress(ValueError):
-                told[0] = (sites_there(self._endpoint) or 0) > 1
+                told[0] = max(1, sites_there(self._endpoint) or 0)
         dist.broadcast_object_list(told)
         return told[0]
 

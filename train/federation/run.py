@@ -8,6 +8,7 @@ what they share in the same exchange, and takes step and schedule from them.
 Created only when `federation.sites` is over 1. Every method is collective in the site.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +21,24 @@ from moe.membership import Meeting, Membership
 from moe.outer import Commit, OuterReport, OuterStep
 from moe.outer_flight import RoundFailed
 from moe.outer_names import partition
-from train.checkpoint.directory import list_checkpoints, manifest_of
 from train.config.schema import Config
 from train.data.dataset import Batch
 from train.engine.masters import masters, publish
 from train.engine.parallel import Ranks
-from train.federation.agreement import Saved, Word, action, beginnings, due, place
+from train.federation.agreement import Word, action, beginnings, complete, due, place
 from train.federation.meetings import Meetings, own_address
 from train.federation.parameters import SiteParameters
 from train.federation.presence import Presence
 from train.federation.probe import router_probe
 from train.federation.residency import residency_plan
-from train.federation.state import OuterKeeper
+from train.federation.state import OuterKeeper, saved_in
 from train.federation.weights import Seen
 from train.watchdog import Watchdog
 
+_PATIENCE = 1.5
+"""How long a site waits for others that are alive but out of step with it, as a multiple of the time since it last came to a meeting."""
+_PAUSE = 0.5
+"""Seconds between two meetings of sites that start and wait for the rest."""
 _PARTING = 10.0
 """How long a site that was asked to stop waits for the others at an outer step, in seconds."""
 
@@ -92,7 +96,7 @@ class Federation:
                 run_id=str(config.run.name),
             )
         self._presence = Presence(self.site, self.sites, ranks)
-        self._meetings = Meetings(membership, federation.endpoint, ranks, self._presence.say)
+        self._meetings = Meetings(membership, federation.endpoint, federation.quorum or self.sites, ranks, self._presence.say)
         # In mode frozen every site has every expert: all take them over from those that train them.
         self._parameters = SiteParameters(
             masters(chunks, optimizer), lambda: publish(chunks, optimizer), ranks, experts_at_all=config.moe.mode == "frozen"
@@ -127,6 +131,7 @@ class Federation:
         self._round, self._line = 0, ""
         self._landing: _Landing | None = None
         self._first: Meeting | None = None
+        self._met = time.monotonic()
         self._owed = False
         """Whether an outer step was given up because this site was asked to stop."""
 
@@ -135,10 +140,16 @@ class Federation:
 
         None: this one is right, or the others are ahead and will bring this site up to date in `join`.
         """
-        saved = self._saved()
-        word = Word(phase="start", step=standing.step, line=self._line, tokens=standing.tokens, saved=saved)
-        self._first = self._meetings.meet_at_start(self._round, word, lambda: self._at("waiting for the other sites", standing))
-        words = _words(self._first)
+        saved = saved_in(self._directory) if self._ranks.is_first else ()
+        began = time.monotonic()
+        while True:
+            waited = time.monotonic() - began
+            word = Word(phase="start", step=standing.step, line=self._line, tokens=standing.tokens, saved=saved, waited=waited)
+            self._first = self._meetings.meet_at_start(self._round, word, lambda: self._at("waiting for the other sites", standing))
+            words = _words(self._first)
+            if action(words) != "start" or complete(words, self.sites, self._config.federation.deadline):
+                break
+            time.sleep(_PAUSE)
         if action(words) != "start":
             return None
         self._first = None
@@ -159,6 +170,7 @@ class Federation:
                 joined = self._catch_up(meeting, standing)
             if joined:
                 break
+        self._met = time.monotonic()
         if self._owed:
             self._owed = False
             self.after_step(standing)
@@ -184,7 +196,14 @@ class Federation:
         if is_due:
             self._at("meeting the other sites", standing)
             word = Word(phase="round", step=standing.step, line=self._line, fragment=fragment, tokens=standing.tokens)
-            meeting = self._meetings.meet(self._round, word, min(federation.deadline, _PARTING) if stopping else None)
+            meeting = self._meetings.meet(
+                self._round,
+                word,
+                lambda: self._at("meeting the other sites", standing),
+                timeout=min(federation.deadline, _PARTING) if stopping else None,
+                patience=0.0 if stopping else _PATIENCE * (time.monotonic() - self._met),
+            )
+            self._met = time.monotonic()
             if isinstance(meeting, str):
                 self._presence.failed(meeting, standing.step)
                 self._owed = stopping
@@ -250,18 +269,6 @@ class Federation:
 
     def _at(self, phase: str, standing: Standing) -> None:
         self._watchdog.at(phase, standing.step)
-
-    def _saved(self) -> tuple[Saved, ...]:
-        """This site's complete checkpoints, as rank 0 finds them."""
-        found: list[Saved] = []
-        for step, path in list_checkpoints(self._directory) if self._ranks.is_first else ():
-            try:
-                stored = manifest_of(path)["progress"].get("federation")
-            except ValueError:
-                continue
-            if stored is not None:
-                found.append(Saved(step, int(stored["round"]), str(stored["line"])))
-        return tuple(found)
 
     def _round_of(self, meeting: Meeting, standing: Standing) -> bool:
         """Take part in the round that a meeting ends; whether all went well, or is on its way."""

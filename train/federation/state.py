@@ -14,9 +14,11 @@ from torch import Tensor
 from moe.outer import OuterStep
 from moe.outer_names import Named
 from moe.residency import ResidencyPlan
+from train.checkpoint.directory import list_checkpoints, manifest_of
 from train.checkpoint.safety import read_index
 from train.config.schema import Config
 from train.engine.outer_state import PREFIX
+from train.federation.agreement import Saved
 
 _KEYS = {
     "num_experts": "moe.experts",
@@ -97,6 +99,19 @@ class OuterKeeper:
         if flight is not None:
             flight = {**flight, **{part: tensors.get(part, {}) for part in _IN_FLIGHT}}
         self._outer.load_state_dict({**self._json, **{part: tensors.get(part, {}) for part in _ALWAYS}, "flight": flight})
+
+
+def saved_in(directory: Path) -> tuple[Saved, ...]:
+    """A site's complete checkpoints."""
+    found: list[Saved] = []
+    for step, path in list_checkpoints(directory):
+        try:
+            stored = manifest_of(path)["progress"].get("federation")
+        except ValueError:
+            continue
+        if stored is not None:
+            found.append(Saved(step, int(stored["round"]), str(stored["line"])))
+    return tuple(found)
 
 
 def _compare(path: Path, stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
