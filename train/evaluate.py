@@ -73,11 +73,14 @@ def main(argv: Sequence[str]) -> int:
 
     parallel.shutdown()
     text = json.dumps(asdict(result), indent=2)
-    write_atomic(arguments.run / RESULT_FILE, text + "\n")
     if arguments.json:
         print(text)
     else:
         show(result)
+    try:
+        write_atomic(arguments.run / RESULT_FILE, text + "\n")
+    except OSError as error:
+        raise ConfigError("run", arguments.run, f"the result cannot be kept there ({error.strerror})", "make it writable") from error
     return 0
 
 

@@ -14,6 +14,7 @@ from train.config.compose import load_config
 from train.config.errors import ConfigError
 from train.config.place import CONFIG_FILE
 from train.config.schema import Config
+from train.offload.config import OffloadConfig
 from train.worker import quiet_dependencies
 
 
@@ -55,7 +56,7 @@ def _checkpoint(run: Path, step: int | None) -> Path:
 def alone(config: Config) -> Config:
     """`config` for one process that does not train."""
     parallel = replace(config.parallel, tp=1, pp=1, vpp=1, cp=1, ep=1, sp=False, processes=1, hosts=1)
-    return replace(config, parallel=parallel, train=replace(config.train, recompute="none"))
+    return replace(config, parallel=parallel, train=replace(config.train, recompute="none"), offload=OffloadConfig())
 
 
 def start(config: Config) -> Any:

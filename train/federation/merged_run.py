@@ -107,7 +107,8 @@ def _check_free(out: Path, name: str | None) -> None:
     if not out.is_dir() or not any(out.iterdir()):
         return
     if (out / STATUS_FILE).exists():
-        raise ConfigError("--out", out, "the merged run there has been trained on", "give another directory")
+        rule = "the merged run there has been trained on"
+        raise ConfigError("--out", out, rule, "give another directory: leantron merge <run> --out <directory>")
     others = [path for _, path in list_checkpoints(out / CHECKPOINTS) if _origin(path) != name]
     if not (out / CONFIG_FILE).is_file() or others:
         raise ConfigError("--out", out, "it holds something else than an earlier merge of the run", "give another directory, or delete it")
