@@ -72,11 +72,15 @@ def expert_parameters(config: Config) -> int:
 
 
 def class_sizes(config: Config) -> Sizes:
-    """Parameters by what an outer step does with them, of the whole model, vocabulary padding excluded; see `moe.cost.Sizes`."""
+    """Parameters by what an outer step does with them, of the whole model, vocabulary padding excluded; see `moe.cost.Sizes`.
+
+    Selection biases of the routers count as dense: they are no parameters, but sites average them.
+    """
     blocks = config.moe.blocks(config.model.layers)
     in_experts = len(blocks) * config.moe.experts * (expert_parameters(config) + config.model.width)
+    biases = len(blocks) * config.moe.experts if config.moe.bias_rate else 0
     return Sizes.uniform(
-        dense=count_parameters(config)["total"] - in_experts,
+        dense=count_parameters(config)["total"] - in_experts + biases,
         expert=expert_parameters(config),
         router_row=config.model.width,
         layers=blocks,

@@ -15,21 +15,21 @@ from train.checkpoint.directory import CHECKPOINTS, newest_complete
 from train.config.compose import load_config
 from train.config.place import CONFIG_FILE, site_dirs
 from train.config.schema import Config
-from train.federation.planning import ACCOUNTINGS, meeting, round_bytes
+from train.federation.planning import ACCOUNTINGS, round_bytes
 from train.tracking.readers import RunMetrics, read_metrics
 
 METRICS_FILE = "metrics.jsonl"
 _MODEL = ("embedding.", "decoder.", "output_layer.")
 _EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.w_(?:in|out)")
 _ROUTER = re.compile(r"decoder\.layers\.(\d+)\.mlp\.router\.weight")
-_STATISTICS = re.compile(r"\.router\.(?:expert_bias|local_tokens_per_expert)$")
 
 
 def sizes_from_index(path: Path) -> Sizes:
     """Parameters by class, whole model, from the index of the checkpoint directory `path`.
 
     A site's checkpoint has its own experts under their numbers, of which one a layer is enough, and all router rows. Padding of the
-    vocabulary counts, as it is trained and exchanged. Raises ValueError on an index that cannot be read, or has no weights.
+    vocabulary counts, as it is trained and exchanged, and so do selection biases of the routers, as they are exchanged. Raises
+    ValueError on an index that cannot be read, or has no weights.
     """
     from train.checkpoint.safety import read_index
 
@@ -43,7 +43,7 @@ def sizes_from_index(path: Path) -> Sizes:
             of_layer[number] = of_layer.get(number, 0) + math.prod(shape)
         elif match := _ROUTER.fullmatch(name):
             router_row[int(match[1])] = math.prod(shape[1:])
-        elif not _STATISTICS.search(name):
+        else:
             dense += math.prod(shape)
     expert = {layer: next(iter(of_layer.values())) for layer, of_layer in experts.items()}
     return Sizes(dense=dense, expert=expert, router_row=router_row)
@@ -109,8 +109,7 @@ def account(config: Config, metrics: RunMetrics, sizes: Sizes, source: str) -> S
     if not steps:
         return None
     rounds = steps / federation.fragments
-    plan, sizes, _ = meeting(config, sizes)
-    formula = {kind: rounds * round_bytes(config, plan, sizes, federation.site, kind) for kind in ACCOUNTINGS}
+    formula = {kind: rounds * round_bytes(config, sizes, federation.site, kind) for kind in ACCOUNTINGS}
     return SiteAccount(
         site=federation.site,
         rounds=math.ceil(rounds),

@@ -4,7 +4,7 @@ Everything is `moe.cost` with the run's own numbers: a model, nothing is measure
 in `train/federation/accounting.py`. Free of torch.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from moe.cost import (
@@ -37,17 +37,16 @@ def federation_plan(config: Config, sizes: Sizes, source: str) -> dict[str, Any]
     federation = config.federation
     if federation.sites == 1:
         return None
-    residents = residency_plan(config)
     plan, sizes, num_experts = meeting(config, sizes)
-    sites = range(federation.sites)
-    parameters = [resident_parameters(plan, sizes, site) for site in sites]
+    held = everywhere(plan) if config.moe.mode == "frozen" else plan
+    parameters = [resident_parameters(held, sizes, site) for site in range(federation.sites)]
     return {
         "sites": federation.sites,
         "replication": plan.replication,
         "fraction": plan.fraction,
         "policy": federation.policy,
         "sync_every": federation.sync_every,
-        "residents": residents.describe().splitlines() if residents is not None else [],
+        "residents": plan.describe().splitlines() if config.moe.experts else [],
         "sizes": {"source": source, "total": sizes.total(num_experts), **class_totals(sizes, num_experts)},
         "site_parameters": parameters,
         "site_memory_model": [asdict(state_memory(count)) for count in parameters],
@@ -59,20 +58,21 @@ def federation_plan(config: Config, sizes: Sizes, source: str) -> dict[str, Any]
 
 
 def meeting(config: Config, sizes: Sizes) -> tuple[ResidencyPlan, Sizes, int]:
-    """Residency plan, sizes and number of experts that the cost model takes; a dense model counts as one expert of no size.
-
-    In mode frozen every site has and takes over every expert, so each counts as held by all.
-    """
-    plan, sites = residency_plan(config), config.federation.sites
-    if plan is not None and config.moe.mode == "frozen":
-        return ResidencyPlan.build(plan.num_experts, sites, sites, "contiguous", 0, plan.layers), sizes, plan.num_experts
+    """Residency plan, sizes and number of experts that the cost model takes; a dense model counts as one expert of no size."""
+    plan = residency_plan(config)
     if plan is not None:
         return plan, sizes, config.moe.experts
+    sites = config.federation.sites
     return (
         ResidencyPlan.build(1, sites, sites, "contiguous", 0, [0]),
         Sizes.uniform(dense=sizes.dense, expert=0, router_row=0, layers=[0]),
         1,
     )
+
+
+def everywhere(plan: ResidencyPlan) -> ResidencyPlan:
+    """The plan in which every site holds every expert."""
+    return ResidencyPlan.build(plan.num_experts, plan.sites, plan.sites, "contiguous", 0, plan.layers)
 
 
 def class_totals(sizes: Sizes, num_experts: int) -> dict[str, int]:
@@ -90,32 +90,43 @@ def traffic(config: Config, sizes: Sizes) -> list[dict[str, Any]]:
     Each line names its bytes per element. `payload` and `ring` hold one number a site.
     """
     federation = config.federation
-    plan, sizes, num_experts = meeting(config, sizes)
-    everywhere = ResidencyPlan.build(num_experts, plan.sites, plan.sites, "contiguous", 0, plan.layers)
+    sites = range(federation.sites)
     width = TRANSFER_BYTES[federation.transfer_dtype]
 
-    def line(name: str, held: ResidencyPlan) -> dict[str, Any]:
+    def line(name: str, all_here: bool) -> dict[str, Any]:
         found: dict[str, Any] = {"name": name, "sync_every": federation.sync_every, "bytes_per_element": width}
         for kind in ACCOUNTINGS:
-            found[kind] = [round_bytes(config, held, sizes, site, kind) / federation.sync_every for site in range(plan.sites)]
+            found[kind] = [round_bytes(config, sizes, site, kind, all_here=all_here) / federation.sync_every for site in sites]
         return found
 
     ddp: dict[str, Any] = {"name": "DDP (gradients in every step)", "sync_every": 1, "bytes_per_element": DDP_BYTES}
     for kind in ACCOUNTINGS:
-        ddp[kind] = [ddp_bytes(sizes, num_experts, plan.sites, kind, bytes_per_parameter=DDP_BYTES)] * plan.sites
+        ddp[kind] = [ddp_bytes(sizes, config.moe.experts, federation.sites, kind, bytes_per_parameter=DDP_BYTES)] * federation.sites
     return [
-        line("this run", plan),
-        line("DiLoCo (every expert everywhere)", everywhere),
+        line("this run", False),
+        line("DiLoCo (every expert everywhere)", True),
         ddp,
     ]
 
 
-def round_bytes(config: Config, plan: ResidencyPlan, sizes: Sizes, site: int, accounting: Accounting, round: int = 0) -> float:
-    """Bytes that `site` moves in the outer step that ends `round`, by formula; moving experts are not in it."""
-    federation = config.federation
-    rows = "all" if federation.router_rows == "all" else "holders"
-    width = TRANSFER_BYTES[federation.transfer_dtype]
-    return comm_bytes(plan, sizes, 1, accounting, site=site, round=round, bytes_per_parameter=width, router_rows=rows)  # type: ignore[arg-type]
+def round_bytes(config: Config, sizes: Sizes, site: int, accounting: Accounting, *, all_here: bool = False) -> float:
+    """Bytes that `site` moves in an outer step, by formula, moving experts left out; `all_here`: if it held every expert.
+
+    In mode frozen every site takes over every expert, while router rows go by who trains the expert.
+    """
+    plan, sizes, _ = meeting(config, sizes)
+    rows: Any = config.federation.router_rows
+
+    def moved(held: ResidencyPlan, part: Sizes) -> float:
+        width = TRANSFER_BYTES[config.federation.transfer_dtype]
+        return comm_bytes(held, part, 1, accounting, site=site, bytes_per_parameter=width, router_rows=rows)
+
+    if all_here:
+        return moved(everywhere(plan), sizes)
+    if config.moe.mode != "frozen":
+        return moved(plan, sizes)
+    none = dict.fromkeys(plan.layers, 0)
+    return moved(everywhere(plan), replace(sizes, router_row=none)) + moved(plan, replace(sizes, dense=0, expert=none))
 
 
 def rotation_bytes(plan: ResidencyPlan, sizes: Sizes, bytes_per_parameter: float) -> float:
