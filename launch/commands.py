@@ -71,20 +71,21 @@ def doctor(rest: Sequence[str]) -> int:
     """`leantron doctor`."""
     if wants_help(rest):
         print(
-            "usage: leantron doctor [--bandwidth]\n\nWhat this machine offers: devices, packages, attention back ends.\n\n"
+            "usage: leantron doctor [--bandwidth | <overrides>]\n\nWhat this machine offers: devices, packages, "
+            "attention back ends for the configuration that the overrides make.\n\n"
             "  --bandwidth  measure the link between host and GPU and the host's Adam instead; the plan of offload takes them from then on"
         )
         return 0
     for argument in rest:
-        if argument != "--bandwidth":
+        if argument != "--bandwidth" and (argument.startswith("-") or "=" not in argument or "--bandwidth" in rest):
             raise ConfigError(argument.partition("=")[0], argument.partition("=")[2], "`leantron doctor` does not take it", "leave it out")
-    if rest:
+    if "--bandwidth" in rest:
         from launch.bandwidth import bandwidth
 
         return bandwidth()
     from launch.doctor import doctor as examine
 
-    return examine()
+    return examine(rest)
 
 
 def wants_help(rest: Sequence[str]) -> bool:

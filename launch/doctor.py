@@ -2,20 +2,20 @@
 host's Adams with their reasons."""
 
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as distribution_version
 
+from launch.attention import attention_lines
 from launch.torchrun import available_cores
 from train.offload.deepspeed import why_not
 
 PACKAGES = ("torch", "megatron-core", "hydra-core", "triton", "numpy", "wandb", "deepspeed", "transformers")
 
 
-def doctor() -> int:
-    """Print the findings; returns 0. Imports torch."""
+def doctor(overrides: Sequence[str] = ()) -> int:
+    """Print the findings, attention for the configuration that `overrides` make; returns 0. Imports torch."""
     import torch
-
-    import s2
 
     print(f"python {platform.python_version()}, {available_cores()} cores")
     for name in PACKAGES:
@@ -25,14 +25,8 @@ def doctor() -> int:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         print(f"device {index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB; communication through NCCL")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for label, stride in (("s2", 4), ("dense", 1)):
-        pattern = s2.S2Pattern(num_heads=4, num_kv_heads=4, block_size=64, local_blocks=2, stride=stride)
-        request = s2.Request(pattern=pattern, device=device, dtype="bfloat16", kv_heads=4, d_k=64, d_v=64, q_len=1024, k_len=1024)
-        (choice,) = s2.explain([request])
-        print(f"{label} attention (bfloat16, head dim 64, {device}): {choice.backend}")
-        for name, reason in choice.refusals.items():
-            print(f"  not {name}: {reason}")
+    for line in attention_lines(overrides):
+        print(line)
     print(_cpu_adam())
     return 0
 
