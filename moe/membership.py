@@ -124,6 +124,7 @@ class Membership:
         self._stores: dict[int, str] = {}
         self._hosted: Meeting | None = None
         self._client: Any = None
+        self._gave_up: float | None = None
         self._silent = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
@@ -152,6 +153,7 @@ class Membership:
             "group": self._group,
             "data": dict(data),
         }
+        self._gave_up = None
         self._store.delete_key(_HUSH)
         self._silent.clear()
         problem = "it was not reached"
@@ -172,8 +174,7 @@ class Membership:
                 return meeting
             problem = f"only {list(meeting.members)} came"
             time.sleep(0.2)
-        # Under this name the lighthouse may still count the site as waiting.
-        self._attempt += 1
+        self._gave_up = time.monotonic()
         raise NoMeeting(f"federation: no meeting of {self.needed} of {self.sites} sites within {limit:g} s at {self._endpoint}: {problem}")
 
     def vote(self, meeting: Meeting, ok: bool, *, timeout: float | None = None) -> bool:
@@ -280,6 +281,9 @@ class Membership:
     def _beat(self) -> None:
         client: Any = None
         while True:
+            if self._gave_up is not None and time.monotonic() - self._gave_up > 2 * _BEAT:
+                # Nobody asked again: under its old name the lighthouse would go on counting this site among those who wait.
+                self._attempt, self._gave_up = self._attempt + 1, None
             if not self._silent.is_set() and self._store.check([_HUSH]):
                 self._silent.set()
             if not self._silent.is_set():

@@ -115,6 +115,16 @@ def test_too_few_is_an_error_after_the_limit(lighthouse: Callable[..., str], joi
         membership.meet(0, {}, timeout=0.1)
 
 
+def test_who_gave_up_is_not_taken_for_one_who_waits(lighthouse: Callable[..., str], join: Callable[..., Membership]) -> None:
+    endpoint = lighthouse(quorum=2, silence=2.0)
+    gone, other = (join(endpoint, site, 2, quorum=2) for site in range(2))
+    for membership in (gone, other):
+        with pytest.raises(NoMeeting):
+            membership.meet(0, {}, timeout=1.0)
+        time.sleep(5)  # its heartbeats go on, but not for the name under which it waited
+    assert [m.members for m in together(lambda: gone.meet(0, {}), lambda: other.meet(0, {}))] == [(0, 1)] * 2
+
+
 def test_without_a_lighthouse_there_is_no_meeting(join: Callable[..., Membership]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]

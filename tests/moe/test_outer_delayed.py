@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe.exchange import Exchange
 from moe.outer import Named, OuterStep, RoundFailed
+from moe.outer_names import partition
 
 PLAN = build_plan(3, 2, experts=6, policy="random", layers=2)
 
@@ -76,6 +77,18 @@ def test_a_delayed_step_keeps_what_was_learnt_meanwhile() -> None:
         assert weight.tolist() == [26.0] * 2
 
     at_sites(2, job)
+
+
+def test_what_a_site_alone_holds_is_only_noted_by_a_delayed_plain_average() -> None:
+    weight = noise(3, seed=1)
+    outer = OuterStep({"w": Named(weight, "dense")}, build_plan(1, 1), Alone(), lr=1.0, momentum=0.0)
+    weight += 1.0
+    at_begin = weight.clone()
+    outer.begin()
+    weight += 1e-3
+    now = weight.clone()
+    outer.finish()
+    assert torch.equal(weight, now) and torch.equal(outer.state_dict()["anchor"]["w"], at_begin)
 
 
 def test_a_delayed_step_travels_in_another_thread() -> None:
@@ -188,6 +201,21 @@ def test_the_parts_cover_every_name_once_and_are_alike_everywhere() -> None:
     for layer in (0, 1):
         assert len({part for one in parts for name, part in one.items() if f".{layer}." in name or name == f"block.{layer}"}) == 1
     assert {part for one in parts for part in one.values()} == {0, 1}
+
+
+def test_parts_do_not_depend_on_how_many_experts_a_site_holds() -> None:
+    plan = build_plan(2, 1, experts=5, layers=2)
+    parts = []
+    for site in range(2):
+        # A layer's experts count as 5 x 10 / 2 = 25 at either site, though one holds 20 numbers and the other 30.
+        named = {f"d{i}": Named(torch.zeros(size), "dense") for i, size in enumerate((24, 27))}
+        for layer in plan.layers:
+            named |= {f"e{layer}.{e}": Named(torch.zeros(10), "expert", layer, e) for e in plan.resident(site, layer)}
+        parts.append(partition(named, plan, 2))
+    common = parts[0].keys() & parts[1].keys()
+    assert {name: parts[0][name] for name in common} == {name: parts[1][name] for name in common} == {"d1": 0, "d0": 0}
+    assert {part for one in parts for name, part in one.items() if name.startswith("e")} == {1}
+    assert {len([name for name in one if name.startswith("e")]) for one in parts} == {4, 6}
 
 
 def test_one_part_is_the_whole_step() -> None:

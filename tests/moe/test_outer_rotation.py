@@ -71,10 +71,10 @@ def over_gloo(sites: int, replication: int, steps: int) -> list[Any]:
     return rotate(GlooExchange(), rotating(sites, replication), steps)
 
 
-@pytest.mark.parametrize(("replication", "router_rows"), [(1, "holders"), (2, "holders"), (2, "all")])
-def test_a_hand_over_keeps_the_merged_model(replication: int, router_rows: str) -> None:
-    plan = rotating(3, replication)
-    tracks = at_sites(3, lambda exchange: rotate(exchange, plan, 4, router_rows))
+@pytest.mark.parametrize(("sites", "replication", "router_rows"), [(3, 1, "holders"), (4, 2, "holders"), (4, 2, "all")])
+def test_a_hand_over_keeps_the_merged_model(sites: int, replication: int, router_rows: str) -> None:
+    plan = rotating(sites, replication)
+    tracks = at_sites(sites, lambda exchange: rotate(exchange, plan, 4, router_rows))
     for step in range(4):
         merged: list[dict[str, Tensor]] = [{}, {}]
         momenta: dict[str, Tensor] = {}
