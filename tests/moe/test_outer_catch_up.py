@@ -90,6 +90,30 @@ def test_a_late_site_ends_with_the_weights_of_the_others(late: int, delayed: boo
     assert len({int(end["line"]) for end in ends}) == 1
 
 
+def test_a_late_site_gets_all_in_a_step_of_one_part() -> None:
+    plan = build_plan(3, 3, experts=2, layers=2)
+
+    def job(exchange: Exchange) -> dict[str, Tensor]:
+        site = Site(plan, exchange)
+        site.outer = OuterStep(site.named, plan, exchange, lr=0.7, momentum=0.9, fragments=2)
+        if exchange.site == 2:
+            site.spoil()
+        else:
+            site.train(0)
+            site.outer.step([0, 1], fragment=0)
+        site.train(1)
+        report = site.outer.step(fragment=1, current=[0, 1])
+        state = site.all()
+        if exchange.site == 2:
+            assert set(report.came) == site.named.keys()
+            assert all(torch.equal(state[name], state[f"anchor/{name}"]) for name in site.named)
+        return {name: tensor for name, tensor in state.items() if "/" in name}
+
+    ends = at_sites(3, job)
+    assert all(torch.equal(end[name], ends[0][name]) for end in ends[1:] for name in ends[0])
+    assert all(tensor.abs().max() < 50 for tensor in ends[0].values())
+
+
 def test_the_late_site_does_not_weigh_in() -> None:
     def job(exchange: Exchange) -> list[float]:
         weight = torch.zeros(1)
