@@ -152,7 +152,8 @@ class Stopwatch:
 @contextmanager
 def watched(training: Training, watch: Stopwatch) -> Iterator[None]:
     """Time the layers with experts, their routers and experts, forward and backward, and the optimiser."""
-    from moe.megatron import GroupedSwiGLUExperts, SiteMoELayer, SiteRouter
+    from moe.megatron import SiteMoELayer, SiteRouter
+    from moe.megatron_experts import GroupedSwiGLUExperts
 
     handles = []
     for module in training.model.modules():
