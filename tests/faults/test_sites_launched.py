@@ -19,9 +19,8 @@ SITES = ("federation.sites=2", "federation.replication=1", "federation.sync_ever
 
 def first_rank(process: "subprocess.Popen[str]", site: int) -> psutil.Process:
     """Rank 0 of a site."""
-    below = psutil.Process(process.pid).children(recursive=True)
-    found = [child for child in below if f"sites/{site}/config.yaml" in child.cmdline()[-1:][0] and "launch.agent" not in child.cmdline()]
-    return found[0]
+    lines = {child: child.cmdline() for child in psutil.Process(process.pid).children(recursive=True)}
+    return next(child for child, line in lines.items() if "launch.agent" not in line and f"sites/{site}/config.yaml" in " ".join(line))
 
 
 def test_a_killed_site_is_back_and_both_stop_and_go_on(
