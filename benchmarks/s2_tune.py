@@ -1,6 +1,8 @@
 """Measures tile candidates of the S2 kernels on this device: what `s2/triton/config.py` holds was chosen from its table.
 
     python -m benchmarks.s2_tune --out tune.json            # a few minutes; one CUDA device
+    python -m benchmarks.s2_tune --write                    # also puts the fastest into this machine's tile table (s2/triton/tuning.py)
+    python -m benchmarks.s2_tune --backward                 # whole backward passes: tiles apart for stripes and window, dq beside dk/dv
 
 Every candidate is checked against plain tiles without TMA before it is timed; compilation is spread over the host's cores.
 """
@@ -17,15 +19,29 @@ from typing import Any
 import torch
 
 from s2 import S2Pattern
-from s2.triton import op
+from s2.triton import op, tuning
 from s2.triton.config import Tile, Tiles
 
 CANDIDATES: dict[str, list[tuple[int, int, int, int, bool]]] = {
     "forward": [(128, 128, 8, 3, True), (128, 64, 8, 3, True), (128, 64, 4, 2, True), (64, 64, 4, 3, True), (64, 64, 4, 2, True)],
     "dq": [(128, 64, 8, 3, True), (128, 64, 8, 4, True), (128, 128, 8, 2, True), (64, 64, 4, 2, True)],
-    "dkv": [(64, 128, 8, 3, True), (64, 128, 8, 4, True), (64, 128, 8, 2, True), (64, 64, 4, 2, True)],
+    "dkv": [(64, 128, 8, 3, True), (64, 128, 8, 4, True), (64, 128, 8, 2, True), (64, 64, 4, 2, True), (64, 64, 8, 3, True)],
 }
 """(rows, keys, warps, stages, tma) per kernel."""
+BACKWARD: list[tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, int, int, int], bool]] = [
+    (dq, stripe, window, overlap)
+    for dq in ((128, 64, 8, 3), (64, 64, 4, 3))
+    for stripe, window in (
+        ((64, 128, 8, 3), (64, 128, 8, 3)),
+        ((64, 128, 8, 3), (64, 64, 4, 2)),
+        ((64, 64, 4, 2), (64, 64, 4, 2)),
+        ((64, 128, 8, 4), (64, 128, 8, 2)),
+        ((128, 64, 8, 2), (64, 128, 8, 3)),
+        ((64, 64, 8, 3), (64, 64, 8, 3)),
+    )
+    for overlap in (False, True)
+]
+"""(rows, keys, warps, stages) of dq, the stripes' kernel and the window's, and whether dq runs beside them; docs/log.md says why these."""
 SHAPES: dict[str, dict[str, int]] = {
     "b128 L8 s16": {"block_size": 128, "local_blocks": 8, "stride": 16},
     "b64 L16 s16": {"block_size": 64, "local_blocks": 16, "stride": 16},
@@ -36,6 +52,10 @@ BASE = Tiles(
     dq=Tile(rows=64, keys=64, warps=4, stages=2, tma=False),
     dkv=Tile(rows=64, keys=64, warps=4, stages=2, tma=False),
 )
+
+
+TOLERANCE = 0.01
+"""Largest relative difference from plain tiles of a candidate that may be chosen."""
 
 
 def variants(shapes: list[str]) -> Iterator[tuple[str, str, Tile]]:
@@ -69,6 +89,57 @@ def run(kind: str, tile: Tile, tensors: list[torch.Tensor], pattern: S2Pattern, 
     return lambda: launch(call, tile, (q, k, v, g), (lse, delta), residues, scale)
 
 
+def backward(choice: Any, tensors: list[torch.Tensor], pattern: S2Pattern, saved: tuple[torch.Tensor, torch.Tensor]) -> Any:
+    """A function that runs a whole backward pass with a row of `BACKWARD`."""
+    q, k, v, g = tensors
+    dq, stripe, dkv = (Tile(rows=r, keys=n, warps=w, stages=s) for r, n, w, s in choice[:3])
+    op.tiles = lambda *a: Tiles(forward=dq, dq=dq, dkv=dkv, stripe=stripe, overlap=choice[3])
+    numbers = (q.shape[3] ** -0.5, pattern.block_size, pattern.local_blocks, 1 if pattern.is_dense else pattern.stride, True)
+    residues = op._residue_table(pattern.residues(), q.device)
+    return lambda: op.attention_backward(q, k, v, *saved, g, None, residues, None, None, *numbers)
+
+
+def sweep_backward(
+    args: argparse.Namespace, shape: str, tensors: list[torch.Tensor], pattern: S2Pattern, saved: Any
+) -> list[dict[str, Any]]:
+    """Times of all rows of `BACKWARD`, each checked against plain tiles."""
+    from triton.testing import do_bench
+
+    plain = (BASE.dq.rows, BASE.dq.keys, BASE.dq.warps, BASE.dq.stages)
+    want = [x.float() for x in backward((plain, plain, plain, False), tensors, pattern, saved)()]
+    rows = []
+    for choice in BACKWARD:
+        try:
+            step = backward(choice, tensors, pattern, saved)
+            error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(step(), want, strict=True))
+            ms = do_bench(step, warmup=20, rep=120, return_mode="median")
+        except Exception as problem:  # a row may exceed the device in many ways; the others still count
+            print(shape, choice, "failed:", repr(problem)[:160], flush=True)
+            continue
+        rate = 10 * int(pattern.pairs(args.length).sum()) * args.width / ms / 1e9
+        names = ("dq", "stripe", "window", "overlap")
+        rows.append({"shape": shape, "kind": "backward", "ms": ms, "tflops": rate, "error": error, **dict(zip(names, choice, strict=True))})
+        print(f"{shape:12} backward {ms:8.3f} ms {rate:6.0f} TFLOP/s  err {error:.1e}  dq, stripe, window, overlap {choice}", flush=True)
+    return rows
+
+
+def table_entries(rows: list[dict[str, Any]], width: int) -> list[dict[str, Any]]:
+    """Entries of the tile table: the fastest right candidate of each kernel, over the shapes of a kind of block together."""
+    best: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in rows:
+        if row["kind"] not in CANDIDATES or row["error"] > TOLERANCE:
+            continue
+        key = row["kind"], 64 if SHAPES[row["shape"]].get("block_size", 128) < 128 else 128
+        # Dense attention shares the entries of large blocks; the sparse shape decides them, as torch serves dense training.
+        if key not in best or (row["shape"] != "dense" and (best[key]["shape"] == "dense" or row["ms"] < best[key]["ms"])):
+            best[key] = row
+    fields = ("rows", "keys", "warps", "stages", "tma")
+    return [
+        {"kernel": kind, "bytes": 2, "width": width, "block": block, "length": None, **{name: row[name] for name in fields}}
+        for (kind, block), row in best.items()
+    ]
+
+
 def compile_share(share: list[tuple[str, str, Tile]], shape_of: tuple[int, int, int]) -> None:
     """Compiles variants by one launch each at a small length; kernels do not depend on it."""
     for shape, kind, tile in share:
@@ -89,10 +160,12 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--write", action="store_true", help="put the fastest tiles into this machine's table")
+    parser.add_argument("--backward", action="store_true", help="measure whole backward passes instead of single kernels")
     args = parser.parse_args()
     from triton.testing import do_bench
 
-    todo = list(variants(args.shapes))
+    todo = [] if args.backward else list(variants(args.shapes))
     plain = [(shape, kind, getattr(BASE, kind)) for shape in args.shapes for kind in CANDIDATES]
     began = time.time()
     workers = max(1, min(14, (os.cpu_count() or 2) - 1))
@@ -105,10 +178,14 @@ def main() -> int:
         process.join()
     print(f"compiled in {time.time() - began:.0f} s", flush=True)
 
-    rows, first = [], {}
+    rows: list[dict[str, Any]] = []
+    first = {}
     for shape in args.shapes:
         tensors, pattern = make(args.heads, args.kv_heads, args.length, args.width, shape)
         saved = run("forward", BASE.forward, tensors, pattern, (tensors[0], tensors[0]))()
+        if args.backward:
+            rows += sweep_backward(args, shape, tensors, pattern, saved)
+            continue
         for kind in CANDIDATES:
             result = run(kind, getattr(BASE, kind), tensors, pattern, saved)()
             first[shape, kind] = result if isinstance(result, tuple) else (result,)
@@ -127,6 +204,10 @@ def main() -> int:
             flops = pairs * args.width * {"forward": 4, "dq": 6, "dkv": 8}[kind]
             rows.append({"shape": shape, "kind": kind, "ms": ms, "tflops": flops / ms / 1e9, "error": error, **vars(tile)})
             print(f"{shape:12} {kind:8} {ms:8.3f} ms {flops / ms / 1e9:6.0f} TFLOP/s  err {error:.1e}  {tile}", flush=True)
+    if args.write:
+        path = tuning.own_file(torch.cuda.get_device_capability())
+        tuning.write(path, table_entries(rows, args.width), {"device": torch.cuda.get_device_name(), "torch": torch.__version__})
+        print(f"written: {path}")
     with open(args.out, "w") as file:
         json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "args": vars(args), "rows": rows}, file, indent=1)
     return 0

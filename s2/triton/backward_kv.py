@@ -136,8 +136,7 @@ def stripe_kernel(  # type: ignore[no-untyped-def]
     beyond = past_the_end(low, tl.where(end == count, end, 0), queries, BM, TAIL)
     each_head = end - begin - beyond
     heads = units_per_batch * HEADS
-    d_k = tl.zeros([BN, BDK], tl.float32)
-    d_v = tl.zeros([BN, BDV], tl.float32)
+    d_k, d_v = tl.zeros([BN, BDK], tl.float32), tl.zeros([BN, BDV], tl.float32)
     lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head, q_len, q_start + low + begin * BM, BM)
     for t in range(HEADS * each_head):
         u = begin + t % each_head
@@ -151,7 +150,7 @@ def stripe_kernel(  # type: ignore[no-untyped-def]
         row = q_start + low + (begin + after % each_head) * BM
         lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + after // each_head, q_len, row, BM)
     if TAIL:
-        for h in range(HEADS * beyond):
+        for h in tl.range(0, HEADS * beyond, num_stages=1):
             lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + h, q_len, q_start + low + (end - 1) * BM, BM)
             d_k, d_v = _update(
                 q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + h, low + (end - 1) * BM, queries, q_start,
@@ -208,8 +207,7 @@ def window_kernel(  # type: ignore[no-untyped-def]
     beyond = past_the_end(low, count, queries, BM, TAIL)
     inner = count - beyond
     heads = units_per_batch * HEADS
-    d_k = tl.zeros([BN, BDK], tl.float32)
-    d_v = tl.zeros([BN, BDV], tl.float32)
+    d_k, d_v = tl.zeros([BN, BDK], tl.float32), tl.zeros([BN, BDV], tl.float32)
     lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head, q_len, q_start + low, BM)
     for t in range(HEADS * inner):
         u = t % inner
@@ -222,7 +220,7 @@ def window_kernel(  # type: ignore[no-untyped-def]
         row = q_start + low + (after % inner) * BM
         lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + after // inner, q_len, row, BM)
     if TAIL:
-        for h in range(HEADS * beyond):
+        for h in tl.range(0, HEADS * beyond, num_stages=1):
             lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + h, q_len, q_start + low + inner * BM, BM)
             d_k, d_v = _update(
                 q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + h, low + inner * BM, end, q_start,

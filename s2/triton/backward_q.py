@@ -108,7 +108,7 @@ def dq_kernel(  # type: ignore[no-untyped-def]
         v = load_keys(v_tile, v_base, v_row, v_column, start, n, v_ss, dv, key < keys, DV, BDV, BN, True, TMA, False)
         dq = _update(q, k, v, g, dq, lse2, delta, scale2, position, key, key < keys, local, r, masked, B, S, PRECISION)
     if TAIL:
-        for t in range(end - beyond, end):
+        for t in tl.range(end - beyond, end, num_stages=1):
             start, _masked = key_tile(t, stripes, middles, edges, low, middle_low, diagonal_low, r, B, S, BN)
             key = start + n
             k = load_rows(k_base, start, n, k_ss, dk, key < keys, DK, BDK, True)

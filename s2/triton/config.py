@@ -35,6 +35,10 @@ class Tiles:
     forward: Tile
     dq: Tile
     dkv: Tile
+    stripe: Tile | None = None
+    """Of the stripes' kernel, where it differs from that of the window's, which `dkv` is."""
+    overlap: bool = False
+    """Run dq on a stream of its own beside dk and dv: measured by the benchmark, chosen by nothing yet."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from .backward_kv import stripe_kernel, window_kernel
 from .backward_q import dq_kernel, rows_kernel
 from .config import Tile, Tiles, choose_tiles, padded
 from .forward import forward_kernel
-from .launch import LOG2_E, capability, on_device, shared_memory
+from .launch import LOG2_E, beside, capability, on_device, shared_memory
 
 LARGEST_TILE = 128
 """Keys of the largest tile in `config.py`: offsets inside a tile are 32-bit."""
@@ -255,9 +255,12 @@ def attention_backward(
     g = g if g.stride(-1) == 1 else g.contiguous()
     chosen = tiles(q, v, block, stride)
     with on_device(q):
-        rows = row_terms(call, out, g, lse, g_lse, scale, chosen.dkv.rows)
-        dq = launch_dq(call, chosen.dq, (q, k, v, g), rows, residues, scale)
-        dk, dv = launch_dkv(call, chosen.dkv, (q, k, v, g), rows, residues, scale)
+        rows = row_terms(call, out, g, lse, g_lse, scale, max(chosen.dkv.rows, (chosen.stripe or chosen.dkv).rows))
+        launch = partial(launch_dq, call, chosen.dq, (q, k, v, g), rows, residues, scale)
+        side, dq = beside(launch, q, k, v, g, *rows, residues) if chosen.overlap else (None, launch())
+        dk, dv = launch_dkv(call, chosen.dkv, (q, k, v, g), rows, residues, scale, chosen.stripe)
+        if side is not None:
+            torch.cuda.current_stream(q.device).wait_stream(side)
     return dq, dk, dv
 
 
@@ -293,9 +296,19 @@ def launch_dq(
 
 
 def launch_dkv(
-    call: Call, tile: Tile, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], residues: torch.Tensor, scale: float
+    call: Call,
+    tile: Tile,
+    inputs: tuple[torch.Tensor, ...],
+    rows: tuple[torch.Tensor, ...],
+    residues: torch.Tensor,
+    scale: float,
+    stripe: Tile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk and dv. When the heads of a group differ in their pattern, each query head gets its own, summed here in float32."""
+    """dk and dv; `stripe`: the tile of the stripes' kernel, None: `tile`.
+
+    When the heads of a group differ in their pattern, each query head gets its own, summed here in float32.
+    """
+    stripe = stripe or tile
     q, _, _, g = inputs
     lse, delta = rows
     heads = call.group if call.shared else 1
@@ -304,27 +317,28 @@ def launch_dkv(
     wide = torch.float32 if per_batch != call.kv_heads else q.dtype
     dk = torch.empty(call.batch, call.k_len, per_batch, call.d_k, dtype=wide, device=q.device)
     dv = torch.empty(call.batch, call.k_len, per_batch, call.d_v, dtype=wide, device=q.device)
-    sources, steps, tma = _query_sources(tile, q, g)
     strides = tuple(step for x in inputs for step in x.stride()[:3])
     part_dk = part_dv = delta
     splits, part_rows = 1, 0
-    subs = triton.cdiv(call.block, tile.keys)
-    spans = call.count(call.k_len, subs * tile.keys * call.stride)
+    subs = triton.cdiv(call.block, stripe.keys)
+    spans = call.count(call.k_len, subs * stripe.keys * call.stride)
     if call.stride > 1:
         splits = _splits(spans * subs * units, call.stride)
         part_rows = call.count(call.k_len, call.block * call.stride) * call.block
         part_dk, part_dv = (torch.empty(splits, units, part_rows, d, dtype=torch.float32, device=q.device) for d in (call.d_k, call.d_v))
-    front = (*inputs, *sources, lse, delta, part_dk, part_dv)
     sizes = (call.documents, call.q_len, call.k_len, units, per_batch, part_rows)
-    options = {"HEADS": heads, "SPLITS": splits, **call.options(tile, tma)}
+    shared = {"HEADS": heads, "SPLITS": splits}
     if call.stride > 1:
+        sources, steps, tma = _query_sources(stripe, q, g)
         stripe_kernel[(spans * subs * units * splits,)](
-            *front, residues, call.cu_q, call.cu_k, spans, *sizes, *strides, *steps, scale * LOG2_E, **options
-        )
+            *inputs, *sources, lse, delta, part_dk, part_dv, residues, call.cu_q, call.cu_k, spans, *sizes,
+            *strides, *steps, scale * LOG2_E, **shared, **call.options(stripe, tma),
+        )  # fmt: skip
+    sources, steps, tma = _query_sources(tile, q, g)
     tiles = call.count(call.k_len, tile.keys)
     window_kernel[(tiles * units,)](
-        *front, dk, dv, residues, call.cu_q, call.cu_k, tiles, *sizes,
-        *strides, *dk.stride()[:3], *dv.stride()[:3], *steps, scale * LOG2_E, scale, **options,
+        *inputs, *sources, lse, delta, part_dk, part_dv, dk, dv, residues, call.cu_q, call.cu_k, tiles, *sizes,
+        *strides, *dk.stride()[:3], *dv.stride()[:3], *steps, scale * LOG2_E, scale, **shared, **call.options(tile, tma),
     )  # fmt: skip
     if per_batch != call.kv_heads:
         dk, dv = (x.unflatten(2, (call.kv_heads, call.group)).sum(3).to(q.dtype) for x in (dk, dv))

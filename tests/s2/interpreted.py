@@ -5,6 +5,7 @@ the device tests: the interpreter's bf16 dot is not to be trusted.
 """
 
 import importlib
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -68,15 +69,16 @@ PATTERNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize(("rows", "keys"), [(64, 16), (16, 64)])
+@pytest.mark.parametrize(
+    ("name", "rows", "keys"), [(name, 64, 16) for name in PATTERNS] + [(name, 16, 64) for name in ("packed group", "dense head", "dense")]
+)
 def test_patterns_and_tiles(op: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, rows: int, keys: int) -> None:
     use_tiles(op, monkeypatch, rows, keys)
     pattern = S2Pattern(block_size=16, **PATTERNS[name])
     check(*results(op, pattern, (130, 130, 16, 16)))
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 65, 127])
+@pytest.mark.parametrize("length", [1, 16, 17, 63, 65])
 def test_lengths(op: ModuleType, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     use_tiles(op, monkeypatch, 32, 32)
     pattern = S2Pattern(num_heads=2, num_kv_heads=2, block_size=16, local_blocks=1, stride=2)
@@ -112,8 +114,11 @@ def test_float16_with_the_chosen_tiles(op: ModuleType) -> None:
 
 
 def test_splits_of_a_long_stripe(op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a stripe's queries, more of them than some stripes have tiles."""
-    use_tiles(op, monkeypatch, 16, 32)
+    """Parts of a stripe's queries, more of them than some stripes have tiles; the stripes' tiles differ from the window's."""
+    from s2.triton.config import Tile, Tiles
+
+    tile = Tile(rows=16, keys=32, warps=4, stages=1)
+    monkeypatch.setattr(op, "tiles", lambda *a: Tiles(forward=tile, dq=tile, dkv=tile, stripe=replace(tile, rows=32, keys=16)))
     monkeypatch.setattr(op, "_splits", lambda programs, stride: 4)
     pattern = S2Pattern(num_heads=2, num_kv_heads=2, block_size=16, local_blocks=1, stride=2)
     check(*results(op, pattern, (260, 260, 16, 16)))
@@ -158,7 +163,7 @@ def descriptors(op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "_accelerated", lambda tile, *tensors: [descriptors.view(x) for x in tensors])
 
 
-@pytest.mark.parametrize(("stride", "local", "rows", "keys"), [(2, 1, 32, 32), (2, 2, 16, 64), (1, 1, 64, 32)])
+@pytest.mark.parametrize(("stride", "local", "rows", "keys"), [(2, 2, 16, 64), (1, 1, 64, 32)])
 def test_nan_stays_in_its_document(
     op: ModuleType, descriptors: None, monkeypatch: pytest.MonkeyPatch, stride: int, local: int, rows: int, keys: int
 ) -> None:
@@ -195,7 +200,7 @@ def test_nan_stays_in_its_sequence(op: ModuleType, descriptors: None, monkeypatc
     check(tuple(x[:1] for x in (*got, *torch.autograd.grad(got, leaves, (g, g_lse)))), want)
 
 
-@pytest.mark.parametrize("name", ["stripes", "packed group", "dense"])
+@pytest.mark.parametrize("name", ["stripes", "packed group"])
 def test_descriptor_loads(op: ModuleType, descriptors: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Lengths of whole tiles, whose last tile is a descriptor load like the others."""
     use_tiles(op, monkeypatch, 32, 32)
