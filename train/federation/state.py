@@ -31,6 +31,7 @@ _KEYS = {
 }
 _ALWAYS = ("anchor", "velocity")
 _IN_FLIGHT = ("means", "starts", "anchors", "velocities")
+_LIKE_WEIGHTS = ("anchor", "starts", "anchors")
 
 
 class OuterKeeper:
@@ -79,7 +80,8 @@ class OuterKeeper:
         index = read_index(path / ".metadata")
         self._tensors = {
             part: {
-                name: torch.empty_like(entry.tensor)
+                # Padding of a vocabulary that another layout did not have is loaded from nowhere: it stays as it is in the model.
+                name: entry.tensor.clone() if part in _LIKE_WEIGHTS else torch.zeros_like(entry.tensor)
                 for name, entry in self._named.items()
                 if part == "anchor" or f"{PREFIX}.{part}.{name}" in index
             }
