@@ -27,7 +27,7 @@ def attend(
 def _inside(tile: Tile, block: int) -> Tile:
     """The tile, no larger than a block on either side."""
     rows, keys = min(tile.rows, block), min(tile.keys, block)
-    return replace(tile, rows=rows, keys=keys, warps=min(tile.warps, 8 if rows * keys >= 64 * 128 else 4))
+    return replace(tile, rows=rows, keys=keys, warps=min(tile.warps, 8 if rows * keys >= 64 * 64 else 4))
 
 
 class _Launch:

@@ -280,3 +280,43 @@ def test_the_table_chooses_the_kernels() -> None:
     pattern = S2Pattern(num_heads=4, num_kv_heads=4, stride=4)
     (choice,) = explain([Request(pattern=pattern, device="cuda", dtype="bfloat16", kv_heads=4, d_k=128, d_v=128, packed=True)])
     assert choice.backend == "triton"
+
+
+MASKED: dict[str, dict[str, Any]] = {
+    "block 64": {"q_len": 1000, "block": 64},
+    "block 16": {"q_len": 300, "block": 16},
+    "block 256": {"q_len": 1500, "block": 256},
+    "fewer queries": {"q_len": 300, "k_len": 1000, "block": 64},
+    "group": {"q_len": 700, "block": 128, "kv_heads": 2},
+    "documents": {"q_len": 1013, "block": 64, "bounds": [0, 300, 300, 301, 1013]},
+    "width 80": {"q_len": 500, "block": 64, "d": 80},
+    "width 256": {"q_len": 500, "block": 64, "d": 256},
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_custom_masks_with_empty_rows_and_columns(name: str) -> None:
+    case = MASKED[name]
+    q_len, block, kv_heads = case["q_len"], case["block"], case.get("kv_heads", 4)
+    k_len = case.get("k_len", q_len)
+    blocks = -(-k_len // block)
+    mask = torch.rand(4, blocks, blocks, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[:, 1], mask[:, :, 2], mask[-1] = False, False, False
+    custom = BlockMask(mask.cuda(), block)
+    q, k, v, g = bf16(q_len, 4, kv_heads, case.get("d", 128), k_len=k_len)
+    call: dict[str, Any] = {"return_lse": True}
+    if "bounds" in case:
+        call["cu_seqlens_q"] = torch.tensor(case["bounds"], dtype=torch.int32, device="cuda")
+    results = []
+    for backend in ("triton", "reference"):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = s2_attention(*leaves, custom, backend=backend, **call)
+        results.append([out, lse, *torch.autograd.grad(out, leaves, g)])
+    empty = results[1][1] == float("-inf")
+    assert empty.any()
+    assert torch.equal(results[0][1] == float("-inf"), empty)
+    assert not results[0][0].transpose(1, 2)[empty].any()
+    for n, (a, b) in enumerate(zip(*results, strict=True)):
+        a, b = (x.masked_fill(empty, 0.0) if n == 1 else x for x in (a, b))
+        assert torch.isfinite(a).all()
+        assert relative(a, b.double()) < 0.01
