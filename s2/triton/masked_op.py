@@ -14,6 +14,9 @@ from .config import Tile
 from .launch import LOG2_E, on_device
 from .masked import masked_dkv_kernel, masked_dq_kernel, masked_forward_kernel
 
+SPARSE = 2
+"""Any stride but 1, which stands for dense attention and its tiles: a mask takes the tiles of its block size."""
+
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float, documents: Documents | None
@@ -116,7 +119,7 @@ def block_attention(
     out = q.new_empty(call.batch, call.q_len, call.heads, call.d_v)
     lse = q.new_empty(call.batch, call.heads, call.q_len, dtype=torch.float32)
     with on_device(q):
-        tile = op.tiles(q, v, block, 1).forward
+        tile = op.tiles(q, v, block, SPARSE).forward
         launch.over_queries(masked_forward_kernel, tile, (q, k, v), out, (lse,), (row_starts, columns), (scale * LOG2_E,))
     return out, lse
 
@@ -149,7 +152,7 @@ def block_attention_backward(
     """dq, dk, dv in the shapes and dtypes of q, k, v."""
     launch = _Launch(q, k, v, cu_q, cu_k, block, blocks)
     g = g if g.stride(-1) == 1 else g.contiguous()
-    tiles = op.tiles(q, v, block, 1)
+    tiles = op.tiles(q, v, block, SPARSE)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on_device(q):
         terms = op.row_terms(launch.call, out, g, lse, g_lse, scale, tiles.dkv.rows)
