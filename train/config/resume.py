@@ -13,7 +13,7 @@ MAY_CHANGE = (
     "train.steps", "train.eval_every", "train.eval_steps", "train.log_every", "train.max_bad_steps", "train.timeout",
     "train.hang_timeout", "train.max_restarts",
     "data.cache", "resume", "checkpoint.", "tracking.", "parallel.", "offload.", "attention.backend",
-    "federation.site", "federation.endpoint", "federation.share_gpus",
+    "federation.site", "federation.endpoint", "federation.share_gpus", "federation.quorum", "federation.deadline",
 )  # fmt: skip
 
 
