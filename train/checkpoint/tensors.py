@@ -97,7 +97,8 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> int:
     with (folder / _DATA).open("wb") as file:
         for name, tensor in tensors:
             start = file.tell()
-            torch.save(tensor.contiguous(), file)
+            # torch saves the whole memory that a view looks into.
+            torch.save(tensor.clone(memory_format=torch.contiguous_format), file)
             whole = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.shape)
             entries[name] = TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), tensor.shape, [whole])
             places[MetadataIndex(name, whole.offsets, 0)] = _StorageInfo(_DATA, start, file.tell() - start)
