@@ -160,6 +160,15 @@ class OuterStep:
         self._flight = None
         return self._land(flight, commit)
 
+    def drop(self) -> None:
+        """Forget the step in flight, if there is one, at a site that the others have overtaken; waits for its sending thread.
+
+        Weights, anchor and momentum stay as they are. A member that is behind calls this before `catch_up`.
+        """
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.wait()
+
     @torch.no_grad()
     def catch_up(
         self,
@@ -171,7 +180,8 @@ class OuterStep:
     ) -> CatchUp:
         """Bring the members that are behind to the weights of the `current` ones, in a meeting without a step; all members call it.
 
-        What a site alone holds stays as it is. `step` does the same on its way. Raises as `step` does.
+        What a site alone holds stays as it is. `step` does the same on its way. A current member may have a settled step in flight: it
+        gives the anchor from before it. Raises as `step` does, and ValueError at a member that is behind with a step in flight.
         """
         flight = self._prepare(members, None, None, current, exchange, delayed=False, steps=False)
         flight.travel()
@@ -253,9 +263,9 @@ class OuterStep:
         steps: bool = True,
     ) -> Flight:
         """A step that has not travelled yet."""
-        if self._flight is not None:
-            raise ValueError("outer step: one is in flight; finish() it first")
         site = (exchange or self.exchange).site
+        if self._flight is not None and (steps or not self._flight.settled or (current is not None and site not in current)):
+            raise ValueError("outer step: one is in flight; finish() it first, or drop() it at a site that is behind")
         present = tuple(range(self._sites)) if members is None else tuple(sorted(members))
         if site not in present or len(set(present)) != len(present) or not 0 <= present[0] <= present[-1] < self._sites:
             raise ValueError(f"members={list(present)}: must be different sites of {self._sites} with this one, {site}; correct them")

@@ -112,13 +112,17 @@ class Flight:
         self._thread = threading.Thread(target=self.travel, name="outer step", daemon=True)
         self._thread.start()
 
+    def wait(self) -> None:
+        """Wait for the sending thread."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
     def settle(self, round: int, commit: Callable[[bool], bool] | None) -> None:
         """Wait, and ask `commit` once whether all sites had their tensors. Raises RoundFailed when not."""
         if self.settled:
             return
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.wait()
         decide(self._error, f"round {round}", self.members, commit)
         self.settled = True
 

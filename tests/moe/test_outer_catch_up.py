@@ -176,6 +176,42 @@ def test_catching_up_without_a_step() -> None:
     assert set(report.came) | set(report.stayed) == {name for name in after if "/" not in name} and "dense" in report.came
 
 
+@pytest.mark.parametrize("dropped", ["settled", "on its way"])
+def test_a_settled_step_lets_a_site_give_its_anchor_and_an_overtaken_one_drops_its_own(dropped: str) -> None:
+    def job(exchange: Exchange) -> None:
+        weight = torch.zeros(2)
+        outer = OuterStep({"w": Named(weight, "dense")}, None, exchange, lr=1.0, momentum=0.5, sites=3)
+        ahead = exchange.site != 2
+        for _ in range(2 if ahead else 1):
+            weight += 1.0 if ahead else 50.0
+            outer.step([0, 1] if ahead else [2])
+        weight += 1.0
+        outer.begin([0, 1] if ahead else [2])
+        if ahead:
+            with pytest.raises(ValueError, match="one is in flight; finish"):
+                outer.catch_up([0, 1, 2], [0, 1])  # not settled
+        if ahead or dropped == "settled":
+            outer.settle()
+        flight = outer.state_dict() if ahead else None
+        if not ahead:
+            with pytest.raises(ValueError, match=r"one is in flight; .* drop\(\) it at a site that is behind"):
+                outer.catch_up([0, 1, 2], [0, 1])
+            outer.drop()
+            outer.drop()  # nothing more to forget
+            assert not outer.in_flight
+        outer.catch_up([0, 1, 2], [0, 1])
+        # Ways of -1, -1 and in flight -1: v = -1, -1.5; theta0 = 1 + .5 + 1 + .75.
+        assert outer.round == 2 and outer.state_dict()["anchor"]["w"].tolist() == [3.25] * 2
+        if ahead:
+            assert outer.in_flight and flight is not None and str(outer.state_dict()) == str(flight)
+            outer.finish()
+            assert outer.round == 3
+        else:
+            assert weight.tolist() == [3.25] * 2
+
+    at_sites(3, job)
+
+
 def test_members_that_are_current_must_be_members() -> None:
     outer = OuterStep({"w": Named(torch.zeros(1), "dense")}, build_plan(3, 3), Alone(), lr=1.0, momentum=0.0)
     for current in ([], [1], [0, 1]):
