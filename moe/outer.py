@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .exchange import Exchange
-from .outer_flight import Flight, RoundFailed, decide, host_copy
+from .outer_flight import Flight, RoundFailed, copies, decide, host_copy
 from .outer_names import Named, Sharing, partition
 from .outer_report import CatchUp, Commit, HandOver, OuterReport
 from .outer_rotation import changes, check_renamed, experts_in, pass_experts
@@ -82,7 +82,7 @@ class OuterStep:
         self.round = 0
         """Outer steps done; with fragments, partial ones."""
         self.line = ""
-        """Stands for the outer steps that led here: equal at sites with equal anchors. For `Meeting.current`."""
+        """Stands for the outer steps that led here and their `token`s: equal at sites with equal anchors. For `Meeting.current`."""
         self._flight: Flight | None = None
         self._anchor = {name: host_copy(entry.tensor) for name, entry in self._named.items()}
         self._velocity = {name: torch.zeros_like(anchor) for name, anchor in self._anchor.items()} if momentum else {}
@@ -110,17 +110,20 @@ class OuterStep:
         fragment: int | None = None,
         current: Sequence[int] | None = None,
         exchange: Exchange | None = None,
+        token: str = "",
         commit: Commit | None = None,
     ) -> OuterReport:
         """End a round: exchange, move the anchor, write it back.
 
         `members` are the sites that take part, all by default, and `current` those of them that are up to date, all members by
         default; every member must give the same, and the same `fragment` (one part of the names; None: all of them). `weights` gives
-        this site's weight of each parameter by name, such as the tokens it saw; without it sites count alike. `commit` is called once.
+        this site's weight of each parameter by name, such as the tokens it saw; without it sites count alike. `token`, the same at all
+        members and at no other step (`Meeting.prefix`), tells this step in `line` from one like it in another past of the same sites.
+        `commit` is called once.
         Raises ValueError on members without this site, on a name without a weight, and on negative weights; RoundFailed when the
         exchange or the commit failed, which leaves weights, anchor and momentum as they were.
         """
-        flight = self._prepare(members, weights, fragment, current, exchange, delayed=False)
+        flight = self._prepare(members, weights, fragment, current, exchange, delayed=False, token=token)
         flight.travel()
         return self._land(flight, commit)
 
@@ -132,12 +135,13 @@ class OuterStep:
         fragment: int | None = None,
         current: Sequence[int] | None = None,
         exchange: Exchange | None = None,
+        token: str = "",
     ) -> None:
         """Start a delayed step: take the weights as they are now and send them from a thread; terms as for `step`.
 
         Nothing else may use the exchange until `finish` or `settle`.
         """
-        flight = self._prepare(members, weights, fragment, current, exchange, delayed=True)
+        flight = self._prepare(members, weights, fragment, current, exchange, delayed=True, token=token)
         flight.start_travel()
         self._flight = flight
 
@@ -240,7 +244,8 @@ class OuterStep:
             for name in flight.anchors.keys() - set(stepped):
                 self._write(name, self._anchor[name])
         self._adopt(flight)
-        self.line = hashlib.sha256(f"{self.line}/{self.round}/{flight.members}/{flight.fragment}".encode()).hexdigest()[:16]
+        history = f"{self.line}/{self.round}/{flight.members}/{flight.fragment}/{flight.token}"
+        self.line = hashlib.sha256(history.encode()).hexdigest()[:16]
         self.round += 1
         shared = {name for group, names in flight.groups if len(group) > 1 for name in names}
         return OuterReport(
@@ -260,6 +265,7 @@ class OuterStep:
         exchange: Exchange | None,
         *,
         delayed: bool,
+        token: str = "",
         steps: bool = True,
     ) -> Flight:
         """A step that has not travelled yet."""
@@ -280,6 +286,7 @@ class OuterStep:
             present,
             newest,
             fragment,
+            token,
             groups=self._sharing.groups(self._named, names, present),
             every_group=self._sharing.groups(self._named, self._named, present),
             anchor=self._anchor,
@@ -340,8 +347,8 @@ class OuterStep:
             "round": self.round,
             "line": self.line,
             "residency_round": self.residency_round,
-            "anchor": _copy(self._anchor),
-            "velocity": _copy(self._velocity),
+            "anchor": copies(self._anchor),
+            "velocity": copies(self._velocity),
             "flight": None if self._flight is None else self._flight.state_dict(),
         }
 
@@ -363,7 +370,7 @@ class OuterStep:
                         f"outer state: {name} is {tuple(tensor.shape)}, here {tuple(mine[name].shape)}; resume with the run's own model"
                     )
         self.round, self.line = int(state["round"]), str(state["line"])
-        self._anchor, self._velocity = _copy(state["anchor"]), _copy(state["velocity"])
+        self._anchor, self._velocity = copies(state["anchor"]), copies(state["velocity"])
         flight = state["flight"]
         self._flight = None if flight is None else Flight.restore(flight, self._sharing, self._named, self._part_of)
 
@@ -379,10 +386,6 @@ class OuterStep:
         site = self.exchange.site
         if not 0 <= site < self._sites:
             raise ValueError(f"site={site}: the plan has {self._sites}; use a plan for all sites")
-
-
-def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _weight(weights: Mapping[str, float], name: str) -> float:

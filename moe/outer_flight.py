@@ -31,6 +31,8 @@ class Flight:
     members: tuple[int, ...]
     current: tuple[int, ...]
     fragment: int | None
+    token: str
+    """Tells this step from one like it in another past; see `OuterStep.step`."""
     behind: bool
     """Whether this site is a member that is not up to date."""
     groups: Groups
@@ -56,6 +58,7 @@ class Flight:
         members: tuple[int, ...],
         current: tuple[int, ...],
         fragment: int | None,
+        token: str,
         *,
         groups: Groups,
         every_group: Groups,
@@ -82,6 +85,7 @@ class Flight:
             members=members,
             current=current,
             fragment=fragment,
+            token=token,
             behind=site not in current,
             groups=groups,
             means=means,
@@ -186,12 +190,13 @@ class Flight:
             "members": list(self.members),
             "current": list(self.current),
             "fragment": self.fragment,
+            "token": self.token,
             "behind": self.behind,
             "origin": None if self.origin is None else list(self.origin),
-            "means": _copy(self.means),
-            "starts": _copy(self.starts),
-            "anchors": _copy(self.anchors),
-            "velocities": _copy(self.velocities),
+            "means": copies(self.means),
+            "starts": copies(self.starts),
+            "anchors": copies(self.anchors),
+            "velocities": copies(self.velocities),
         }
 
     @staticmethod
@@ -203,14 +208,15 @@ class Flight:
             members=members,
             current=tuple(state["current"]),
             fragment=fragment,
+            token=str(state["token"]),
             behind=state["behind"],
             groups=sharing.groups(named, names, members),
             origin=None if state["origin"] is None else (int(state["origin"][0]), str(state["origin"][1])),
             settled=True,
-            means=_copy(state["means"]),
-            starts=_copy(state["starts"]),
-            anchors=_copy(state["anchors"]),
-            velocities=_copy(state["velocities"]),
+            means=copies(state["means"]),
+            starts=copies(state["starts"]),
+            anchors=copies(state["anchors"]),
+            velocities=copies(state["velocities"]),
         )
 
 
@@ -225,7 +231,8 @@ def decide(error: Exception | None, what: str, members: Sequence[int], commit: C
         raise RoundFailed(f"{what}: not all of sites {list(members)} had their tensors; nothing has changed")
 
 
-def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of each."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 

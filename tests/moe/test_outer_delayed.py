@@ -59,6 +59,23 @@ def test_without_steps_in_between_a_delayed_step_is_a_step(settings: dict[str, f
     at_sites(3, job)
 
 
+def test_lines_tell_pasts_of_the_same_sites_apart_by_their_token() -> None:
+    def line(token: str, how: str) -> str:
+        weight = torch.zeros(2)
+        outers = [OuterStep({"w": Named(weight, "dense")}, build_plan(1, 1), Alone(), lr=1.0, momentum=0.0) for _ in range(2)]
+        if how == "step":
+            outers[0].step(token=token)
+            return outers[0].line
+        outers[0].begin(token=token)
+        outers[0].settle()
+        outers[how == "restored"].load_state_dict(outers[0].state_dict())
+        outers[how == "restored"].finish()
+        return outers[how == "restored"].line
+
+    lines = {token: {line(token, how) for how in ("step", "delayed", "restored")} for token in ("", "a", "b")}
+    assert all(len(same_token) == 1 for same_token in lines.values()) and len(set.union(*lines.values())) == 3
+
+
 def test_a_delayed_step_keeps_what_was_learnt_meanwhile() -> None:
     def job(exchange: Exchange) -> None:
         weight, alone = torch.zeros(2), torch.zeros(2)
