@@ -146,7 +146,7 @@ def check(ranks: RankPools, world: int, changes: dict[str, Any]) -> None:
 
 
 def names_at_start(changes: dict[str, Any]) -> list[Piece]:
-    engine = build(small_config({**MOE, **BF16, **TIED, **changes}))
+    engine = build(small_config({**MOE, **BF16, **TIED, "moe.bias_rate": 1e-2, **changes}))
     parameters = parameters_of(engine)
     parameters.pull()
     return outer_pieces(engine, parameters)

@@ -126,7 +126,7 @@ class Federation:
         sends, address = self._exchange is not None, own_address(federation.endpoint)
         self._probe = router_probe(config, ranks, chunks, probe, sends, address, self._presence.say)
         self._parameters.divide(partition(self._parameters.named, plan, federation.fragments))
-        self.keeper = OuterKeeper(config, plan, self._outer, self._parameters.named)
+        self.keeper = OuterKeeper(config, plan, self._outer, self._parameters.named, self._parameters.coordinate)
         """The outer state, for `train.engine.checkpoint`."""
         self._round, self._line = 0, ""
         self._landing: _Landing | None = None

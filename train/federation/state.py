@@ -37,8 +37,17 @@ _LIKE_WEIGHTS = ("anchor", "starts", "anchors")
 class OuterKeeper:
     """The outer step of this rank as a checkpoint sees it; `outer` is None on a rank that sends nothing."""
 
-    def __init__(self, config: Config, plan: ResidencyPlan | None, outer: OuterStep | None, named: Mapping[str, Named]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        plan: ResidencyPlan | None,
+        outer: OuterStep | None,
+        named: Mapping[str, Named],
+        coordinate: tuple[int, int] = (0, 0),
+    ) -> None:
         self._config, self._plan, self._outer, self._named = config, plan, outer, named
+        # A coordinate divides its names into fragments by itself: slices of one parameter may travel at different times.
+        self._suffix = "@{}.{}".format(*coordinate) if config.federation.fragments > 1 else ""
         self._tensors: dict[str, dict[str, Tensor]] = {}
         self._json: dict[str, Any] = {}
 
@@ -61,7 +70,8 @@ class OuterKeeper:
         state = self._outer.state_dict()
         self._tensors = {part: state.pop(part) for part in _ALWAYS}
         if state["flight"] is not None:
-            self._tensors |= {part: state["flight"].pop(part) for part in _IN_FLIGHT}
+            for part in _IN_FLIGHT:
+                self._tensors[part] = {name + self._suffix: tensor for name, tensor in state["flight"].pop(part).items()}
         return state
 
     def drop(self) -> None:
@@ -78,15 +88,14 @@ class OuterKeeper:
         self._json = dict(stored["outer"])
         parts = _ALWAYS if self._json["flight"] is None else (*_ALWAYS, *_IN_FLIGHT)
         index = read_index(path / ".metadata")
-        self._tensors = {
-            part: {
-                # Padding of a vocabulary that another layout did not have is loaded from nowhere: it stays as it is in the model.
-                name: entry.tensor.clone() if part in _LIKE_WEIGHTS else torch.zeros_like(entry.tensor)
-                for name, entry in self._named.items()
-                if part == "anchor" or f"{PREFIX}.{part}.{name}" in index
-            }
-            for part in parts
-        }
+        self._tensors = {part: {} for part in parts}
+        for part in parts:
+            for name, entry in self._named.items():
+                stored_as = name if part in _ALWAYS else name + self._suffix
+                if part == "anchor" or f"{PREFIX}.{part}.{stored_as}" in index:
+                    # Padding of a vocabulary that another layout did not have is loaded from nowhere: it stays as it is in the model.
+                    fresh = entry.tensor.clone() if part in _LIKE_WEIGHTS else torch.zeros_like(entry.tensor)
+                    self._tensors[part][stored_as] = fresh
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """See `train.engine.outer_state.OuterState`."""
@@ -99,7 +108,10 @@ class OuterKeeper:
             return
         flight = self._json["flight"]
         if flight is not None:
-            flight = {**flight, **{part: tensors.get(part, {}) for part in _IN_FLIGHT}}
+            parts = {
+                part: {name.removesuffix(self._suffix): tensor for name, tensor in tensors.get(part, {}).items()} for part in _IN_FLIGHT
+            }
+            flight = {**flight, **parts}
         self._outer.load_state_dict({**self._json, **{part: tensors.get(part, {}) for part in _ALWAYS}, "flight": flight})
 
 
