@@ -12,9 +12,9 @@ stopped, or left) is not waited for. The lighthouse may restart at any time; a m
 What torchft's rule forbids: its lighthouse never calls a meeting of half or fewer of the sites it hears from, so two late sites of
 four, or one of two, would block the rest for ever. Past the deadline a waiting site therefore asks the late ones (through the
 stores of the last meeting) to stop their heartbeats until they come, which makes the waiting ones all that are alive. This needs a
-`quorum` that allows so few, a lighthouse started with one, and late sites that can be reached. With a quorum of half the sites or
-fewer, parts of a federation can go on apart; when they meet again, `Meeting.current` names one part, and the others take over its
-weights and lose what they did meanwhile.
+`quorum` that allows so few (under any other nobody is asked), a lighthouse started with one, and late sites that can be reached.
+With a quorum of half the sites or fewer, parts of a federation can go on apart; when they meet again, `Meeting.current` names one
+part, and the others take over its weights and lose what they did meanwhile.
 
 Everything is in the clear, and whoever reaches the lighthouse can push a site out: a private network or a tunnel is needed.
 """
@@ -35,6 +35,7 @@ _BEAT = 0.5
 _SLACK = 2.0  # what a call may take beyond the time it waits for
 _CONTACT = 15.0
 _HUSH = "hush"
+_LATEST = 1e12
 
 
 class NoMeeting(TimeoutError):
@@ -124,6 +125,9 @@ class Membership:
         self._stores: dict[int, str] = {}
         self._hosted: Meeting | None = None
         self._client: Any = None
+        self._met = False
+        self._lock = threading.Lock()
+        """Around what `meet` and the heartbeats both decide: the name this site has, and whether it is silent."""
         self._gave_up: float | None = None
         self._silent = threading.Event()
         self._ended = threading.Event()
@@ -136,13 +140,14 @@ class Membership:
         """Wait for the others and return the meeting; `step` is the number of outer steps done, `data` is JSON for the others.
 
         Raises NoMeeting when fewer sites than the quorum came within `timeout` seconds (by default 9 more than `start` for the first
-        meeting, and than `deadline` after that), and ValueError when the lighthouse serves another run or another process joined as
-        this site. A site that was late is admitted at the others' next meeting, so it should wait about a round for it.
+        meeting, and than `deadline` after that), and ValueError when the lighthouse serves another run (which a site that has met its
+        own ignores), when another process joined as this site, and when what another said makes no sense. A site that was late is
+        admitted at the others' next meeting, so it should wait about a round for it.
         """
         limit = timeout
         if limit is None:
             # Those who are there at the deadline still need the silence of the late ones, or of the dead.
-            limit = (self.deadline if self._stores else self._start) + SILENCE + 2 * _SLACK
+            limit = (self.deadline if self._met else self._start) + SILENCE + 2 * _SLACK
         end = time.monotonic() + limit
         told = {
             "run": self.run_id,
@@ -153,16 +158,18 @@ class Membership:
             "group": self._group,
             "data": dict(data),
         }
-        self._gave_up = None
-        self._store.delete_key(_HUSH)
-        self._silent.clear()
+        with self._lock:
+            self._gave_up, replica = None, self._replica()
+            self._store.delete_key(_HUSH)
+            self._silent.clear()
         problem = "it was not reached"
         while (left := end - time.monotonic()) > 0:
             try:
-                quorum = self._ask(step, told, min(left, self.deadline + _SLACK))
+                quorum = self._ask(replica, step, told, min(left, self.deadline + _SLACK))
             except TimeoutError:
                 problem = "too few came"
-                self._hush_others()
+                if 2 * self.needed <= self.sites:  # else torchft's majority rule stops nobody, and the late ones must count as alive
+                    self._hush_others()
                 continue
             except (RuntimeError, ConnectionError) as error:  # the lighthouse is away, or not up yet
                 problem = str(error)
@@ -171,10 +178,12 @@ class Membership:
                 continue
             meeting = self._read(quorum)
             if self.site in meeting.members and len(meeting.members) >= self.needed:
+                self._met = True
                 return meeting
             problem = f"only {list(meeting.members)} came"
             time.sleep(0.2)
-        self._gave_up = time.monotonic()
+        with self._lock:
+            self._gave_up = time.monotonic()
         raise NoMeeting(f"federation: no meeting of {self.needed} of {self.sites} sites within {limit:g} s at {self._endpoint}: {problem}")
 
     def vote(self, meeting: Meeting, ok: bool, *, timeout: float | None = None) -> bool:
@@ -214,11 +223,11 @@ class Membership:
             self._hosted = None
         self._store = None
 
-    def _ask(self, step: int, told: Mapping[str, Any], limit: float) -> Any:
+    def _ask(self, replica: str, step: int, told: Mapping[str, Any], limit: float) -> Any:
         if self._client is None:
             self._client = _client(self._endpoint)
         return self._client.quorum(
-            self._replica(),
+            replica,
             timeout=timedelta(seconds=limit),
             address="",
             store_address=self._store_address,
@@ -234,11 +243,14 @@ class Membership:
     def _read(self, quorum: Any) -> Meeting:
         told: dict[int, dict[str, Any]] = {}
         steps: dict[int, int] = {}
+        everybody = [(self._said(participant), participant) for participant in quorum.participants]
+        ours = [(said, p) for said, p in everybody if self._is_ours(said)]
+        if not self._met and len(ours) < len(everybody) and all(said["name"] == self._name for said, _ in ours):
+            strange = next(said for said, _ in everybody if not self._is_ours(said))
+            other = f"{strange['run']} of {strange['sites']} sites"
+            raise ValueError(f"endpoint={self._endpoint}: serves run {other}, not {self.run_id} of {self.sites}; use one for each run")
         # A site that was killed while it waited and has come back is there twice: its later word counts.
-        for said, participant in sorted(((json.loads(p.data["json"]), p) for p in quorum.participants), key=lambda pair: pair[0]["time"]):
-            if said["run"] != self.run_id or said["sites"] != self.sites:
-                other = f"{said['run']} of {said['sites']} sites"
-                raise ValueError(f"endpoint={self._endpoint}: serves run {other}, not {self.run_id} of {self.sites}; use one for each run")
+        for said, participant in sorted(ours, key=lambda pair: pair[0]["time"]):
             told[said["site"]], steps[said["site"]] = said, participant.step
             self._stores[said["site"]] = participant.store_address
         members = tuple(sorted(told))
@@ -256,6 +268,23 @@ class Membership:
             steps=steps,
             data={site: told[site]["data"] for site in members},
         )
+
+    def _is_ours(self, said: Mapping[str, Any]) -> bool:
+        return bool(said["run"] == self.run_id and said["sites"] == self.sites)
+
+    def _said(self, participant: Any) -> dict[str, Any]:
+        """What a participant told. Raises ValueError on one whose words make no sense; of another run, no more than its name counts."""
+        try:
+            said = json.loads(participant.data["json"])
+        except (TypeError, KeyError, ValueError, RecursionError):
+            said = None
+        fault = _fault(said)
+        if fault is None and self._is_ours(said):
+            fault = _fault_of_ours(said, participant, self.sites)
+        if fault is not None:
+            who = repr(str(participant.replica_id)[:100])
+            raise ValueError(f"endpoint={self._endpoint}: participant {who}: {fault}; let only sites of {self.run_id} reach the lighthouse")
+        return dict(said)
 
     def _decide(self, meeting: Meeting, ok: bool, limit: float) -> bool:
         store = self._clients.get(meeting.store)
@@ -281,11 +310,12 @@ class Membership:
     def _beat(self) -> None:
         client: Any = None
         while True:
-            if self._gave_up is not None and time.monotonic() - self._gave_up > 2 * _BEAT:
-                # Nobody asked again: under its old name the lighthouse would go on counting this site among those who wait.
-                self._attempt, self._gave_up = self._attempt + 1, None
-            if not self._silent.is_set() and self._store.check([_HUSH]):
-                self._silent.set()
+            with self._lock:
+                if self._gave_up is not None and time.monotonic() - self._gave_up > 2 * _BEAT:
+                    # Nobody asked again: under its old name the lighthouse would go on counting this site among those who wait.
+                    self._attempt, self._gave_up = self._attempt + 1, None
+                if not self._silent.is_set() and self._store.check([_HUSH]):
+                    self._silent.set()
             if not self._silent.is_set():
                 try:
                     client = client or _client(self._endpoint)
@@ -294,6 +324,41 @@ class Membership:
                     client = None
             if self._ended.wait(_BEAT):
                 return
+
+
+def _fault(said: Any) -> str | None:
+    """What is wrong with a participant's words, whatever its run."""
+    if not isinstance(said, dict):
+        return "told nothing that a site tells"
+    if not isinstance(said.get("run"), str) or not _is_count(said.get("sites")):
+        return "told no run and number of sites"
+    return None
+
+
+def _fault_of_ours(said: Mapping[str, Any], participant: Any, sites: int) -> str | None:
+    """What is wrong with the words of a participant of this run."""
+    group, moment = said.get("group"), said.get("time")
+    try:
+        split_address(participant.store_address)
+    except (ValueError, AttributeError):
+        return "its store must be host:port"
+    if not _is_count(said.get("site")) or said["site"] >= sites:
+        return f"its site must be a number from 0 to {sites - 1}"
+    if not _is_count(participant.step):
+        return "its steps must be a number from 0"
+    if not isinstance(said.get("name"), str) or not isinstance(said.get("data"), dict):
+        return "its name must be text and its data a mapping"
+    if isinstance(moment, bool) or not isinstance(moment, int | float) or not 0 <= moment < _LATEST:
+        return "its time must be seconds since 1970"
+    if group is not None and not (
+        isinstance(group, dict) and isinstance(group.get("name"), str) and isinstance(group.get("members"), list)
+    ):
+        return "its group must have a name and members"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _client(endpoint: str) -> Any:

@@ -4,12 +4,15 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,6 +151,56 @@ def test_one_of_two_goes_on_alone_when_the_quorum_lets_it(lighthouse: Callable[.
         assert meeting == back.result() and meeting.members == (0, 1) and meeting.current == (0,)
 
 
+def test_a_late_site_that_is_needed_stays_among_the_living(lighthouse: Callable[..., str], join: Callable[..., Membership]) -> None:
+    endpoint = lighthouse(quorum=2, deadline=0.5)
+    one, late = (join(endpoint, site, 2, deadline=0.5) for site in range(2))
+    wait_until_heard(endpoint, 2)
+    together(lambda: one.meet(0, {}), lambda: late.meet(0, {}))
+    with pytest.raises(NoMeeting, match="too few came"):
+        one.meet(1, {}, timeout=7.0)  # asks more than once, and longer than a silent site counts
+    time.sleep(1.0)  # whoever was asked to be silent is by now
+    assert not late._silent.is_set()
+    wait_until_heard(endpoint, 2)
+    assert [m.members for m in together(lambda: one.meet(1, {}), lambda: late.meet(1, {}))] == [(0, 1)] * 2
+
+
+def test_a_name_changes_before_a_meeting_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, asked = threading.Event(), []
+
+    class Watched(Membership):
+        @property
+        def _gave_up(self) -> float | None:
+            """The heartbeats have seen it: a meeting now begins in between."""
+            seen = self.__dict__.get("since")
+            if seen is not None and threading.current_thread() is self._thread:
+                waiting.set()
+                asking.join(1.0)
+            return seen
+
+        @_gave_up.setter
+        def _gave_up(self, since: float | None) -> None:
+            self.__dict__["since"] = since
+
+        def _ask(self, replica: str, *rest: Any) -> Any:
+            asked.append((replica, self._replica()))
+            raise ValueError("asked once")
+
+    def meet() -> None:
+        assert waiting.wait(60)
+        with pytest.raises(ValueError, match="asked once"):
+            membership.meet(0, {}, timeout=60.0)
+
+    monkeypatch.setattr("moe.membership._client", lambda endpoint: Mock())
+    membership = Watched("127.0.0.1:1", 0, 2, quorum=None, deadline=1.0, run_id="r")
+    asking = threading.Thread(target=meet)
+    asking.start()
+    membership._gave_up = time.monotonic() - 60.0
+    asking.join(60)
+    assert membership._thread.is_alive() and membership._attempt == 1
+    assert asked == [(membership._replica(), membership._replica())]
+    membership.close()
+
+
 def test_those_who_left_are_not_waited_for(lighthouse: Callable[..., str], join: Callable[..., Membership]) -> None:
     endpoint = lighthouse(quorum=2, deadline=100.0)
     sites = [join(endpoint, site, 3, quorum=2, deadline=100.0) for site in range(3)]
@@ -171,6 +224,70 @@ def test_strangers_are_refused(lighthouse: Callable[..., str], join: Callable[..
 
     messages = together(lambda: fails(mine), lambda: fails(other))
     assert "serves run other of 2 sites, not r of 2; use one for each run" in messages[0] and "not other of 2" in messages[1]
+
+
+def told_by(number: int, /, **changes: Any) -> SimpleNamespace:
+    """A participant as the lighthouse names it."""
+    said = {"run": "r", "site": number, "sites": 2, "name": f"n{number}", "time": 5.0, "group": None, "data": {}}
+    said |= {key: value for key, value in changes.items() if key in said}
+    fields = {"replica_id": f"r/{number}/n.0", "step": 3, "store_address": "127.0.0.1:9", "data": {"json": json.dumps(said)}}
+    return SimpleNamespace(**fields | {key: value for key, value in changes.items() if key in fields and key != "data"})
+
+
+@pytest.fixture(scope="module")
+def reader() -> Callable[..., Meeting]:
+    """Reads participants as site 0 of run r."""
+    membership = Membership("127.0.0.1:1", 0, 2, quorum=None, deadline=1.0, run_id="r")
+    membership.leave()
+    membership._name = "n0"
+
+    def read(*participants: SimpleNamespace, met: bool = False) -> Meeting:
+        membership._met = met
+        created = SimpleNamespace(seconds=1, nanos=2)
+        return membership._read(SimpleNamespace(quorum_id=7, created=created, participants=list(participants)))
+
+    return read
+
+
+def test_participants_of_another_run_do_not_count_once_a_run_has_met(reader: Callable[..., Meeting]) -> None:
+    stranger = told_by(1, run="other", site="?", store_address="?", step=99)
+    for met, others in ((True, []), (False, [told_by(1)]), (True, [told_by(1)])):
+        meeting = reader(stranger, told_by(0), *others, met=met)
+        assert meeting.members == tuple(range(1 + len(others))) and meeting.number == 3
+    for strange in (stranger, told_by(1, sites=3)):
+        with pytest.raises(ValueError, match=r"endpoint=.*: serves run (other of 2|r of 3) sites, not r of 2; use one for each run"):
+            reader(strange, told_by(0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        *(({"site": site}, "its site must be a number from 0 to 1") for site in (2, -1, "1", True, None, [0])),
+        *(({"run": run}, "told no run and number of sites") for run in (None, 3, ["r"])),
+        ({"sites": "2"}, "told no run and number of sites"),
+        *(({"time": moment}, "its time must be seconds since 1970") for moment in ("now", None, float("nan"), -1, 10**400)),
+        *(({"name": name}, "its name must be text") for name in (None, 3)),
+        *(({"group": group}, "its group must have a name and members") for group in ("g", {}, {"name": "g"}, {"name": 1, "members": []})),
+        ({"step": -1}, "its steps must be a number from 0"),
+        *(({"store_address": address}, "its store must be host:port") for address in ("", "here", None)),
+    ],
+)
+def test_words_without_sense_are_refused_in_one_line(reader: Callable[..., Meeting], changes: dict[str, Any], fault: str) -> None:
+    for met in (False, True):
+        with pytest.raises(ValueError) as caught:
+            reader(told_by(0), told_by(1, **changes), met=met)
+        assert f"participant 'r/1/n.0': {fault}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "data", [None, {}, {"json": None}, {"json": ""}, {"json": "{"}, {"json": "[]"}, {"json": "3"}, {"json": "[" * 10**5}]
+)
+def test_what_is_no_word_at_all_is_refused_in_one_line(reader: Callable[..., Meeting], data: Any) -> None:
+    nonsense = told_by(1)
+    nonsense.data, nonsense.replica_id = data, "two\nlines"
+    with pytest.raises(ValueError, match=r"participant 'two\\nlines': told nothing that a site tells; let only sites of r reach") as caught:
+        reader(told_by(0), nonsense)
+    assert "\n" not in str(caught.value)
 
 
 def test_two_processes_of_one_site_are_noticed(lighthouse: Callable[..., str], join: Callable[..., Membership]) -> None:
