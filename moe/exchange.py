@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .store import Clients
-from .transfer import BYTES, CHUNK, TRANSFERS, buckets, chunks, decode, encode, unpack
+from .transfer import CHUNK, TRANSFERS, buckets, chunks, decode, encode, unpack
 
 if TYPE_CHECKING:
     from .membership import Meeting
@@ -39,7 +39,8 @@ class Exchange(Protocol):
     bytes_received: int
     """Bytes that came from the wire."""
     payload_bytes: int
-    """Bytes handed over and got back in the transfer's type, 2 b P for a sum, b P for a copy: what `comm_bytes` calls payload."""
+    """Bytes handed over and got back as they are encoded, int8's scales included: 2 b P for a sum, b P for a copy; what `comm_bytes`
+    calls payload."""
 
     def sum(self, group: tuple[int, ...], tensors: list[Tensor], *, exact: bool = False) -> None:
         """Replace each tensor by its sum over the sites of `group`, in place, added in site order.
@@ -106,10 +107,10 @@ class PairwiseExchange(_Counted):
     def _sum_bucket(self, group: tuple[int, ...], views: list[Tensor], transfer: str) -> None:
         mine = group.index(self.site)
         flat = torch.cat(views)
-        self.payload_bytes += 2 * flat.numel() * BYTES[transfer]
         runs = chunks(views, len(group), transfer)
         parts = flat.split([sum(lengths) for lengths in runs])
         out = [encode(part, lengths, transfer) for part, lengths in zip(parts, runs, strict=True)]
+        self.payload_bytes += 2 * sum(raw.numel() for raw in out)
         arrived = [torch.empty_like(out[mine]) for _ in group]
         # Its own part is rounded like those that travel: else the sum would depend on who owns the part, and so on the buckets.
         arrived[mine] = out[mine]

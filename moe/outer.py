@@ -312,8 +312,8 @@ class OuterStep:
             self.round, self.line = flight.origin
 
     def _came(self, flight: Flight) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        came = tuple(sorted(flight.anchors))
-        return came, tuple(name for name in self._named if name not in flight.anchors) if flight.behind else ()
+        groups = self._sharing.groups(self._named, self._named, flight.members) if flight.behind else []
+        return tuple(sorted(flight.anchors)), tuple(sorted({name for _, names in groups for name in names} - flight.anchors.keys()))
 
     def _apply(self, flight: Flight, name: str) -> None:
         """Move the anchor by the sites' mean, or by this site's own way where it is alone, and write it back."""

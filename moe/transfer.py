@@ -4,7 +4,7 @@
 |---|---|---|
 | fp32 | 4 | none |
 | bf16 | 2 | every site's part and the sum, to 8 bits |
-| int8 | 1 + 4/256 | the same, to 1/254 of the largest magnitude among up to 256 neighbours of one tensor |
+| int8 | 1, and 4 for up to 256 | the same, to 1/254 of the largest magnitude among up to 256 neighbours of one tensor |
 
 How values are rounded depends on their tensor alone, not on its neighbours, on buckets, or on which site owns which part.
 """
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 TRANSFERS = ("fp32", "bf16", "int8")
-BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-"""Bytes an element, without scales."""
 CHUNK = 256
 """Neighbours that share a scale in int8."""
 
@@ -73,7 +71,7 @@ def encode(part: Tensor, lengths: Sequence[int], transfer: str) -> Tensor:
 
 
 def decode(raw: Tensor, lengths: Sequence[int], transfer: str) -> Tensor:
-    """The elements of `_encode`, in fp32; a new tensor."""
+    """The elements of `encode`, in fp32; a new tensor."""
     if transfer == "fp32":
         return raw.view(torch.float32).clone()
     if transfer == "bf16":
@@ -84,5 +82,6 @@ def decode(raw: Tensor, lengths: Sequence[int], transfer: str) -> Tensor:
 
 
 def unpack(flat: Tensor, views: Sequence[Tensor]) -> None:
+    """Put a bucket `flat` (n,) back into the `views` of n elements that it was joined from."""
     for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
         view.copy_(part)

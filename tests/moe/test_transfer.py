@@ -10,8 +10,10 @@ from torch import Tensor
 from moe.cost import Sizes, comm_bytes
 from moe.exchange import PairwiseExchange
 from moe.outer import OuterStep
-from moe.transfer import BYTES, CHUNK, buckets, chunks, decode, encode
+from moe.transfer import CHUNK, buckets, chunks, decode, encode
 
+WIDTHS = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / CHUNK}
+"""Bytes an element; in int8 where every run is whole."""
 SHAPES = [(3, 5), (), (0,), (700,), (CHUNK,), (2, 2 * CHUNK + 1), (1,)]
 
 
@@ -60,10 +62,10 @@ def test_bytes_by_type(sites: int) -> None:
     runs = sum(-(-t.numel() // CHUNK) for t in values(0))
     for transfer in ("fp32", "bf16", "int8"):
         exchanges = [exchange for _, exchange in sums(sites, transfer=transfer)]
-        wire = elements * BYTES[transfer] + (4 * runs if transfer == "int8" else 0)
+        wire = elements + 4 * runs if transfer == "int8" else elements * WIDTHS[transfer]
         assert sum(exchange.bytes_sent for exchange in exchanges) == 2 * (sites - 1) * wire
         assert sum(exchange.bytes_received for exchange in exchanges) == 2 * (sites - 1) * wire
-        assert all(exchange.payload_bytes == 2 * elements * BYTES[transfer] for exchange in exchanges)
+        assert all(exchange.payload_bytes == 2 * wire for exchange in exchanges)
 
 
 @pytest.mark.parametrize("transfer", ["fp32", "int8"])
@@ -111,14 +113,21 @@ def test_a_bucket_bounds_what_is_in_flight() -> None:
 @pytest.mark.parametrize(("sites", "replication"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_an_outer_steps_payload_is_that_of_the_formula(transfer: str, sites: int, replication: int) -> None:
     plan = build_plan(sites, replication, experts=8, layers=2)
-    sizes = Sizes.uniform(dense=2, expert=3, router_row=1, layers=[0, 1])
+    sizes = Sizes.uniform(dense=2 * CHUNK, expert=3 * CHUNK, router_row=CHUNK, layers=[0, 1])
 
-    def job(exchange: PairwiseExchange) -> int:
-        OuterStep(experts_of(plan, exchange.site, 0.0), plan, exchange, lr=1.0, momentum=0.0).step()
-        return exchange.payload_bytes
+    def job(exchange: PairwiseExchange) -> tuple[int, int]:
+        named = experts_of(plan, exchange.site, 0.0)
+        named = {name: entry._replace(tensor=torch.zeros(entry.tensor.numel() * CHUNK)) for name, entry in named.items()}
+        OuterStep(named, plan, exchange, lr=1.0, momentum=0.0).step()
+        return exchange.payload_bytes, exchange.bytes_sent
 
     counted = over_queues(sites, job, transfer=transfer)
-    assert counted == [comm_bytes(plan, sizes, 1, "payload", site=m, bytes_per_parameter=BYTES[transfer]) for m in range(sites)]
+
+    def formula(kind: Any) -> list[float]:
+        return [comm_bytes(plan, sizes, 1, kind, site=m, bytes_per_parameter=WIDTHS[transfer]) for m in range(sites)]
+
+    assert [payload for payload, _ in counted] == formula("payload")
+    assert sum(sent for _, sent in counted) == sum(formula("ring"))
     if (transfer, sites, replication) == ("int8", 4, 2):
-        # 2 dense numbers, and 4 experts of 3 with a row of 1 in each of 2 layers, out and back in one byte each.
-        assert counted[0] == 2 * (2 + 2 * 4 * 4)
+        # 2 dense numbers, and 4 experts of 3 with a row of 1 in each of 2 layers, each 256 bytes and a scale of 4, out and back.
+        assert counted[0][0] == 2 * (2 + 2 * 4 * 4) * 260
