@@ -23,7 +23,7 @@ from train.config.compose import dump_config, load_config
 from train.config.errors import ConfigError
 from train.config.schema import Config, ParallelConfig, RunConfig
 from train.federation.config import FederationConfig
-from train.federation.merge import mean
+from train.federation.merge import choose, mean, merge
 from train.federation.merged_run import main, merged_checkpoint, write_merged
 from train.model.config import ModelConfig
 
@@ -350,3 +350,42 @@ def test_a_merge_needs_the_memory_of_one_tensor(make_run: Callable[..., Any], mo
     monkeypatch.setattr(StoredTensors, "read", counted)
     write_merged(run)
     assert most <= 3, f"{most} of the sites' tensors were in memory at once"
+
+
+@pytest.mark.parametrize(
+    ("about", "named"), [({"round": 1}, r"site 0: 2 \(a\), site 1: 1 \(a\)"), ({"line": "b"}, r"\(a\), site 1: 2 \(b\)")]
+)
+def test_sites_after_different_outer_steps_are_not_mixed(make_run: Callable[..., Any], about: dict[str, Any], named: str) -> None:
+    run, plan = make_run(steps=[(), ()])
+    for site, says in ((0, {}), (1, about)):
+        save_site(run, plan, site, 8, about={"line": "a", **says})
+    config = run_config(2, 1, policy="strided")
+    with pytest.raises(ConfigError, match=rf"--step=8: .*{named}"):
+        choose(run, config, 8)
+    choice = choose(run, config, 8, allow_stale=True)
+    assert [part.site for part in choice.parts] == [0] and [part.site for part in choice.stale] == [1]
+    merged = read_all(merge(config, choice, run / "merged" / "checkpoints"))
+    sites = [site_tensors(plan, site, 8) for site in range(2)]
+    assert torch.equal(merged[DENSE[0]], sites[0][DENSE[0]]), "the dense part is that of the newest round alone"
+    for expert in range(plan.num_experts):
+        name = EXPERT.format(expert, "w_in")
+        assert torch.equal(merged[name], sites[plan.holders(expert, BLOCK)[0]][name])
+
+
+def test_a_site_behind_whose_experts_others_hold_is_left_out(make_run: Callable[..., Any]) -> None:
+    run, plan = make_run(replication=2, steps=[(), ()])
+    for site, round in ((0, 1), (1, 2)):
+        save_site(run, plan, site, 8, about={"round": round})
+    choice = choose(run, run_config(2, 2, policy="strided"), allow_stale=True)
+    assert ([part.site for part in choice.parts], choice.stale, choice.absent) == ([1], (), (0,))
+
+
+def test_a_routers_bias_is_dense(make_run: Callable[..., Any]) -> None:
+    run, plan = make_run(steps=[(), ()])
+    bias, values = f"decoder.layers.{BLOCK}.mlp.router.expert_bias", []
+    for site in range(2):
+        values.append(torch.arange(5.0) + 10 * site)
+        save_site(run, plan, site, 8, site_tensors(plan, site, 8) | {bias: values[-1]})
+    config = run_config(2, 1, policy="strided")
+    merged = read_all(merge(config, choose(run, config), run / "merged" / "checkpoints"))
+    assert torch.equal(merged[bias], torch.arange(5.0) + 5)

@@ -27,7 +27,7 @@ from train.config.place import site_dir
 from train.config.schema import Config
 
 _EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.(\d+)\.")
-_ROUTER = re.compile(r"decoder\.layers\.(\d+)\.mlp\.router\.")
+_ROUTER = re.compile(r"decoder\.layers\.(\d+)\.mlp\.router\.weight$")
 _MASTER = "optimizer.state.param."
 _STEP = "optimizer.step"
 _LEFT_BEHIND = ("outer.", "random.")
@@ -57,6 +57,11 @@ class Part:
         """Outer steps that the site had taken; 0 for a run of one site."""
         return int(self.progress.get("federation", {}).get("round", 0))
 
+    @property
+    def line(self) -> str:
+        """Which outer steps they were (`OuterStep.line`)."""
+        return str(self.progress.get("federation", {}).get("line", ""))
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -66,7 +71,7 @@ class Choice:
     parts: tuple[Part, ...]
     """Those of `step`, by site."""
     stale: tuple[Part, ...]
-    """The last ones of sites that have none of `step`: only for experts that no other site holds."""
+    """The last ones of sites that have none of `step`, or missed outer steps before it: only for experts that no other site holds."""
     absent: tuple[int, ...]
     """Sites that have no part in it: their experts are at others too."""
     plan: ResidencyPlan | None
@@ -84,7 +89,8 @@ def choose(run: Path, config: Config, step: int | None = None, *, allow_stale: b
 
     A site without a complete checkpoint of the step is left out when others hold its experts too. Else the merge is refused, with the
     experts that would be missing; `allow_stale` takes those from the site's last checkpoint before, and the step then is the newest that
-    any site has. Raises ConfigError in all such cases, ValueError for a checkpoint that cannot be read.
+    any site has. Checkpoints of one step after different outer steps are refused, and with `allow_stale` those that are behind are stale.
+    Raises ConfigError in all such cases, ValueError for a checkpoint that cannot be read.
     """
     found = _complete(run, config)
     chosen = step if step is not None else _newest(run, found, allow_stale)
@@ -93,13 +99,16 @@ def choose(run: Path, config: Config, step: int | None = None, *, allow_stale: b
         rule = f"no site of {run} has a complete checkpoint of it"
         raise ConfigError("--step", chosen, rule, f"choose one of: {_listed(found[site] for site in found)}")
     plan = _common_plan(run, parts, config)
+    parts, behind = _of_one_round(parts, allow_stale)
     late = [site for site in found if chosen not in found[site]]
     last = {site: max((step for step in found[site] if step < chosen), default=None) for site in late}
     older = tuple(Part(site, step, StoredTensors(found[site][step])) for site, step in last.items() if step is not None and allow_stale)
     _check_sites(older, config)
+    older = tuple(sorted((*older, *behind), key=lambda part: part.site))
     needed = _needed(Choice(chosen, parts, older, (), plan), last)
     stale = tuple(part for part in older if part.site in needed)
-    return Choice(chosen, parts, stale, tuple(site for site in late if site not in needed), plan)
+    absent = sorted({*late, *(part.site for part in behind)} - needed)
+    return Choice(chosen, parts, stale, tuple(absent), plan)
 
 
 def newest_common_step(run: Path, config: Config) -> int:
@@ -187,6 +196,19 @@ def _common_plan(run: Path, parts: Sequence[Part], config: Config) -> ResidencyP
         rounds = ", ".join(f"site {part.site}: {part.round}" for part in parts)
         raise ValueError(f"{run}: experts rotate, and the sites are at different rounds ({rounds}); choose another --step")
     return plan
+
+
+def _of_one_round(parts: tuple[Part, ...], allow_stale: bool) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """The checkpoints that have the newest outer steps behind them, and the rest. Raises ConfigError unless stale ones are allowed."""
+    newest = max(parts, key=lambda part: part.round)
+    taken = tuple(part for part in parts if (part.round, part.line) == (newest.round, newest.line))
+    rest = tuple(part for part in parts if part not in taken)
+    if rest and not allow_stale:
+        those = ", ".join(f"site {part.site}: {part.round}{f' ({part.line})' if part.line else ''}" for part in parts)
+        rule = f"its sites have different outer steps behind them ({those})"
+        remedy = "choose another, or --allow-stale to take from those behind only experts that no other site holds"
+        raise ConfigError("--step", newest.step, rule, remedy)
+    return taken, rest
 
 
 def _check_sites(parts: Sequence[Part], config: Config) -> None:
