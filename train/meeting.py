@@ -76,6 +76,7 @@ def check_endpoint(config: Config, wait: float | None = None) -> bool:
     """
     endpoint, site = config.federation.endpoint, config.federation.site
     assert endpoint is not None and site is not None
+    _check_host(endpoint)
     end = time.monotonic() + (WAIT_SECONDS if wait is None else wait)
     said = False
     while True:
@@ -95,6 +96,18 @@ def check_endpoint(config: Config, wait: float | None = None) -> bool:
             print(f"site {site}: waiting for site 0 at {endpoint}", file=sys.stderr, flush=True)
             said = True
         time.sleep(0.5)
+
+
+def _check_host(endpoint: str) -> None:
+    """Raise ConfigError for what no resolver would take as a host; that nobody has the name shows when somebody looks it up."""
+    host, _ = split_address(endpoint)
+    try:
+        possible = host.isprintable() and " " not in host and bool(host.encode("idna"))
+    except UnicodeError:
+        possible = False
+    if not possible:
+        rule = "no host can have such a name"
+        raise ConfigError("federation.endpoint", endpoint, rule, "write federation.endpoint=<host of site 0>:<free port>")
 
 
 def _check_bind(endpoint: str) -> None:

@@ -223,6 +223,16 @@ def test_who_serves_and_who_waits(answering: Callable[[str], str], capsys: pytes
     assert interface_towards("127.0.0.1:9") == "lo"
 
 
+@pytest.mark.parametrize("name", ["two words", "a..b", "x" * 64])
+def test_what_is_no_host_is_refused_before_anything_is_looked_up(name: str) -> None:
+    for number in (0, 1):
+        with pytest.raises(ConfigError) as caught:
+            check_endpoint(site(number, f'federation.endpoint="{name}:1"'))
+        assert str(caught.value) == (
+            f"federation.endpoint={name}:1: no host can have such a name; write federation.endpoint=<host of site 0>:<free port>"
+        )
+
+
 def test_a_server_that_only_dies_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.meeting.PAUSE_SECONDS", 0.0)
     monkeypatch.setattr("train.meeting.STARTS", 2)
