@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from train.config.check import check
-from train.config.compose import compose
+from train.config.check_federation import check_federation
+from train.config.compose import CONFIG_DIR, compose
 from train.config.errors import ConfigError
 
 S2 = ("attention=s2", "attention.stride=4", "attention.block_size=16")
@@ -192,6 +193,29 @@ RULES = [
         1, (*SITES, "moe.gate=kept", "moe.top_k=1"),
         "moe.gate=kept: makes the gate of a token's only expert 1, and moe.top_k=1; use moe.gate=full",
     ),
+    (
+        1, ("federation.overlap_steps=2",),
+        "federation.overlap_steps=2: has no effect in a run of one site; leave it out, or set federation.sites=2 or more",
+    ),
+    (
+        1, ("federation.sites=2", "federation.probe=0"),
+        "federation.probe=0: is about experts, and moe.experts=0; leave it out, or use moe=fomoe",
+    ),
+    (
+        1, (*MOE, "federation.sites=2", "federation.router_rows=all"),
+        "federation.router_rows=all: has no effect where every site holds every expert; "
+        "leave it out, or set federation.replication below federation.sites",
+    ),
+    (
+        1, ("federation.sites=2", "train.timeout=90"),
+        "federation.deadline=60.0: the other ranks of a site wait for a meeting, too, and give up after train.timeout=90 s; "
+        "use less than 60, or a longer train.timeout",
+    ),
+    (
+        1, ("federation.sites=2", "train.hang_timeout=40", "federation.deadline=10.5"),
+        "federation.deadline=10.5: the other ranks of a site wait for a meeting, too, and give up after train.hang_timeout=40 s; "
+        "use less than 10, or a longer train.hang_timeout",
+    ),
     (1, (*MOE, "moe.gate=kept"), "moe.gate=kept: has no effect with moe.mode=full, which drops nothing; use moe.gate=full"),
     (2, (*MOE, "parallel.ep=4"), "parallel.ep=4: must divide the 2 processes of a pipeline stage (tp 1 x dp 2); choose a divisor"),
     (
@@ -273,3 +297,30 @@ def test_damaged_and_foreign_data_is_named(tmp_path: Path, monkeypatch: pytest.M
     build_dataset([Path("one.txt")], "one", load_tokenizer("byte"), kind="text")
     with pytest.raises(ConfigError, match=r"^data\.paths=one: has 1 document, and training and validation need one each; "):
         check(replace(config, data=replace(config.data, paths=["one"])), 1)
+
+
+IDLE = [
+    *(((), each) for each in ("quorum=1", "policy=random", "weights=tokens", "router_rows=all", "fragments=2", "transfer_dtype=bf16")),
+    *((("federation.sites=2",), each) for each in ("policy=random", "rotate_every=2", "router_rows=all")),
+    ((*MOE, "federation.sites=2"), "policy=random"),
+    ((*SITES, "federation.replication=2"), "policy=strided"),
+]
+
+
+@pytest.mark.parametrize(("run", "idle"), IDLE)
+def test_a_key_of_the_outer_step_that_does_nothing_is_refused(run: tuple[str, ...], idle: str) -> None:
+    check(compose(run), 1)
+    with pytest.raises(ConfigError, match=rf"^federation\.{idle}: "):
+        check(compose([*run, f"federation.{idle}"]), 1)
+
+
+def test_a_sweep_over_numbers_of_sites_varies_nothing_else() -> None:
+    common = ("federation.sync_every=8", "federation.outer_lr=1.0", "federation.outer_momentum=0.0", "federation.deadline=20")
+    for sites in (1, 2, 4):
+        check(compose([*common, *MOE, f"federation.sites={sites}"]), 1)
+    check(compose(["federation.sites=2", "train.hang_timeout=0", "train.timeout=90.5"]), 1)
+
+
+@pytest.mark.parametrize("option", sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml")))
+def test_every_shipped_experiment_keeps_the_rules_about_sites(option: str) -> None:
+    check_federation(compose([f"experiment={option}"]))

@@ -14,7 +14,7 @@ from train.config.place import read_status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 EXPERTS = ("moe=fomoe", "moe.experts=4", "moe.ffn_width=32", "moe.layers=[1]")
-SITES = ("federation.sites=2", "federation.replication=1", "federation.sync_every=4", "federation.deadline=30")
+SITES = ("federation.sites=2", "federation.replication=1", "federation.sync_every=4", "federation.deadline=20")
 
 
 def first_rank(process: "subprocess.Popen[str]", site: int) -> psutil.Process:

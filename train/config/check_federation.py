@@ -2,8 +2,14 @@
 
 from train.config.errors import ConfigError
 from train.config.schema import Config
+from train.federation.config import FederationConfig
 from train.federation.residency import residency_plan
 
+_SHIPPED = FederationConfig()
+_OF_SEVERAL = ("policy", "weights", "router_rows", "quorum", "overlap_steps", "fragments", "transfer_dtype")
+"""Keys that do nothing in a run of one site. The rest of the section may come from an option or a sweep over numbers of sites."""
+_SLACK = 30.0
+"""Seconds by which the other ranks of a site outwait the first one at a meeting."""
 _PLAN_KEYS = {"replication": "federation.replication", "policy": "federation.policy", "rotate_every": "federation.rotate_every"}
 
 
@@ -22,6 +28,7 @@ def check_federation(config: Config) -> None:
         if federation.replication not in (None, 1):
             rule = "each expert has as many holders as there are sites at most, and federation.sites=1"
             raise ConfigError("federation.replication", federation.replication, rule, "leave it out, or set federation.sites")
+        _refuse_idle(config, _OF_SEVERAL, "has no effect in a run of one site", "leave it out, or set federation.sites=2 or more")
         return
     _check_rounds(config)
     _check_place(config)
@@ -51,6 +58,14 @@ def _check_modes(config: Config) -> None:
         raise ConfigError("moe.bias_rate", moe.bias_rate, "steers tokens by load and is untried with moe.mode=frozen", "use 0")
 
 
+def _refuse_idle(config: Config, keys: tuple[str, ...], rule: str, remedy: str) -> None:
+    """Raise ConfigError for the first of `keys` that was given a value though it does nothing."""
+    for key in keys:
+        value = getattr(config.federation, key)
+        if value != getattr(_SHIPPED, key):
+            raise ConfigError(f"federation.{key}", value, rule, remedy)
+
+
 def _check_rounds(config: Config) -> None:
     federation, steps = config.federation, config.federation.sync_every
     if federation.fragments > config.model.layers:
@@ -68,6 +83,12 @@ def _check_rounds(config: Config) -> None:
         raise ConfigError("federation.quorum", federation.quorum, rule, f"use {federation.sites // 2 + 1} to {federation.sites}")
     if not 0.0 <= federation.outer_momentum < 1.0:
         raise ConfigError("federation.outer_momentum", federation.outer_momentum, "must be from 0 to below 1", "choose one")
+    for key in ("timeout", "hang_timeout"):
+        limit = getattr(config.train, key)
+        if (limit or key == "timeout") and federation.deadline + _SLACK >= limit:
+            rule = f"the other ranks of a site wait for a meeting, too, and give up after train.{key}={limit:g} s"
+            remedy = f"use less than {limit - _SLACK:g}" if limit > _SLACK else "use less"
+            raise ConfigError("federation.deadline", federation.deadline, rule, f"{remedy}, or a longer train.{key}")
 
 
 def _check_place(config: Config) -> None:
@@ -96,7 +117,12 @@ def _check_residency(config: Config) -> None:
         if federation.replication is not None:
             rule = "says how many sites hold an expert, and moe.experts=0"
             raise ConfigError("federation.replication", federation.replication, rule, "leave it out, or use moe=fomoe")
+        keys = ("policy", "rotate_every", "router_rows", "probe")
+        _refuse_idle(config, keys, "is about experts, and moe.experts=0", "leave it out, or use moe=fomoe")
         return
+    if federation.replication in (None, federation.sites):
+        rule = "has no effect where every site holds every expert"
+        _refuse_idle(config, ("policy", "router_rows"), rule, "leave it out, or set federation.replication below federation.sites")
     try:
         plan = residency_plan(config)
     except ValueError as error:
