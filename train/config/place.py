@@ -300,9 +300,12 @@ def _write_run_status(run_dir: Path) -> None:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """Return what `status.json` says; {} when there is none."""
-    with contextlib.suppress(FileNotFoundError):
-        status = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
-        if isinstance(status, dict):
-            return status
-    return {}
+    """Return what `status.json` says; {} when there is none. Raises ConfigError for a file that nobody here wrote so."""
+    file = run_dir / STATUS_FILE
+    try:
+        status = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ConfigError("status", file, f"the file is not JSON ({error})", "delete it: the next start writes another") from error
+    return status if isinstance(status, dict) else {}
