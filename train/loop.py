@@ -341,7 +341,11 @@ def bigram_reference(config: Config, tokenizer: Any) -> dict[str, float]:
 def _say_what_moved(run_dir: Path) -> None:
     from train.federation.accounting import account_of
 
-    moved = account_of(run_dir)
+    try:
+        moved = account_of(run_dir)
+    except (ValueError, OSError) as error:  # the run is saved, and does not fail for a line about it
+        print(f"federation: what the outer steps moved cannot be told ({' '.join(str(error).split())})", flush=True)
+        return
     if moved is not None:
         print(f"federation: {moved.line()}", flush=True)
 

@@ -10,6 +10,7 @@ The rows are the first validation rows, or without validation (`train.eval_steps
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class RouterProbe:
         self._meeting: Meeting | None = None
         self._found: RouterFigures | None = None
         self._news = False
+        self._failed, self._group, self._name = False, "", ""
 
     def before(self, meeting: Meeting) -> None:
         """The weights are those that this site brings to the outer step of `meeting`."""
@@ -88,10 +90,12 @@ class RouterProbe:
         if self._exchange is None or not before.chosen or len(meeting.members) == 1:
             return
         try:
-            self._exchange.use(meeting)
+            self._exchange.use(self._named(meeting))
             self._found = compare(self._exchange, meeting.members, before, after)
-        except (RuntimeError, OSError) as error:
+            self._failed = False
+        except (RuntimeError, OSError, ValueError) as error:
             self._exchange.close()
+            self._failed = True
             self._say(f"federation: the routers were not compared ({' '.join(str(error).split())})")
 
     def figures(self) -> dict[str, dict[str, float]]:
@@ -112,6 +116,12 @@ class RouterProbe:
         """End the connections."""
         if self._exchange is not None:
             self._exchange.close()
+
+    def _named(self, meeting: Meeting) -> Meeting:
+        """The meeting under the name of the probe's connections: a new one after a failure, of which the outer step's know nothing."""
+        if self._failed or meeting.group != self._group:
+            self._group, self._name = meeting.group, meeting.prefix
+        return replace(meeting, group=self._name)
 
     @torch.no_grad()
     def _snapshot(self) -> Snapshot:
