@@ -2,15 +2,24 @@
 
 A site says where it stands (`Word`): whether it is just starting, ready to train, or at the end of a round, and which complete
 checkpoints it has. Sites that start together begin from checkpoints of one round; a site that starts while others train joins their
-round. Free of torch.
+round. Sites whose configurations differ in what makes the model stop (`disagreements`). Free of torch.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from moe.membership import Meeting
+from train.config.convert import known_keys
+from train.config.errors import show
+from train.config.schema import Config
+from train.config.sites import MAY_DIFFER, get, listed
 
 Phase = Literal["start", "ready", "round"]
+_MAY_DIFFER = (*MAY_DIFFER, "federation.quorum", "federation.deadline")
+"""A quorum that one site alone lowers or a deadline of its own changes no weights."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +49,63 @@ class Word:
     saved: Sequence[Saved] = field(default_factory=tuple)
     waited: float = 0.0
     """Seconds since it began to wait for the others."""
+    config: Mapping[str, str] = field(default_factory=dict)
+    """A short hash of each key in which sites must agree (`fingerprints`)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self) | {"saved": [asdict(each) for each in self.saved]}
+        return asdict(self) | {"saved": [asdict(each) for each in self.saved], "config": dict(self.config)}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Word":
-        """The word of `to_dict`."""
+        """The word of `to_dict`. Raises ValueError on anything else: it comes from another host."""
+        fault = _fault(data)
+        if fault is not None:
+            raise ValueError(f"federation: the word of another site has no right {fault}; run one version of the program at all sites")
         return Word(**{**data, "saved": tuple(Saved(**each) for each in data["saved"])})
+
+
+def words_of(meeting: Meeting) -> dict[int, Word]:
+    """What each member said. Raises ValueError when one made no sense."""
+    return {site: Word.from_dict(meeting.data[site]) for site in meeting.members}
+
+
+def fingerprints(config: Config) -> dict[str, str]:
+    """A short hash of the value of each key in which the sites of a run must agree."""
+    keys = [key for key in known_keys() if not listed(key, _MAY_DIFFER)]
+    return {key: hashlib.sha256(show(get(config, key)).encode()).hexdigest()[:8] for key in keys}
+
+
+def disagreements(words: Mapping[int, Word]) -> list[str]:
+    """The keys that are not the same at all sites."""
+    keys = sorted({key for word in words.values() for key in word.config})
+    return [key for key in keys if len({word.config.get(key) for word in words.values()}) > 1]
+
+
+def _fault(data: Any) -> str | None:
+    """What is wrong in a word that arrived; None: nothing."""
+    if not isinstance(data, Mapping) or data.keys() != {each.name for each in fields(Word)}:
+        return "set of fields"
+    right = {
+        "phase": data["phase"] in get_args(Phase),
+        "step": _count(data["step"]),
+        "line": isinstance(data["line"], str),
+        "fragment": data["fragment"] is None or _count(data["fragment"]),
+        "tokens": _count(data["tokens"]),
+        "saved": isinstance(data["saved"], list) and all(map(_is_saved, data["saved"])),
+        "waited": type(data["waited"]) in (int, float),
+        "config": isinstance(data["config"], Mapping) and all(isinstance(text, str) for pair in data["config"].items() for text in pair),
+    }
+    return next((name for name, fine in right.items() if not fine), None)
+
+
+def _is_saved(data: Any) -> bool:
+    names = {each.name for each in fields(Saved)}
+    return isinstance(data, Mapping) and data.keys() == names and _count(data["step"], data["round"]) and isinstance(data["line"], str)
+
+
+def _count(*values: Any) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def action(words: Mapping[int, Word]) -> Phase:

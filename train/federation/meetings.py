@@ -4,7 +4,6 @@ Every method is collective in the site. `Membership` (`moe/membership.py`) is on
 """
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from moe.lighthouse import split_address
 from moe.membership import Meeting, Membership, NoMeeting
+from moe.store import address_towards
 from train.engine.parallel import Ranks
 from train.federation.agreement import Word
 from train.meeting import sites_there
@@ -97,13 +97,16 @@ class Meetings:
             raise ValueError(outcome[0]["error"])
         return Meeting.from_dict(outcome[0]["meeting"]) if "meeting" in outcome[0] else str(outcome[0]["reason"])
 
-    def commit(self, meeting: Meeting, ok: bool) -> bool:
-        """Whether all went well on every rank of every site of `meeting`: the vote of the sites."""
+    def commit(self, meeting: Meeting, ok: bool, patience: float | None = None) -> bool:
+        """Whether all went well on every rank of every site of `meeting`: the vote of the sites, awaited for `patience` seconds.
+
+        None: as long as configured. A site that needs longer has voted no.
+        """
         fine = torch.tensor([float(ok)], device=self._ranks.device)
         dist.all_reduce(fine, op=dist.ReduceOp.MIN)
         outcome = [bool(fine.item())]
         if self._membership is not None:
-            outcome[0] = self._membership.vote(meeting, outcome[0])
+            outcome[0] = self._membership.vote(meeting, outcome[0], timeout=patience)
         dist.broadcast_object_list(outcome)
         return outcome[0]
 
@@ -119,9 +122,5 @@ class Meetings:
 
 
 def own_address(endpoint: str) -> str:
-    """This host's address on the way to `endpoint`, which is where the other sites' connections arrive; no packet is sent."""
-    host, port = split_address(endpoint)
-    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
+    """This host's address on the way to `endpoint`, which is where the other sites' connections arrive."""
+    return address_towards(*split_address(endpoint))

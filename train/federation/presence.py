@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from moe.membership import Meeting
+from train.config.schema import Config
 from train.engine.parallel import Ranks
-from train.federation.agreement import Word
+from train.federation.agreement import words_of
 
 _NAMED = 8  # experts that a line lists
 
@@ -16,11 +17,12 @@ _NAMED = 8  # experts that a line lists
 class Presence:
     """What this site says about the others. Lines are printed on rank 0; `figures` is collective."""
 
-    def __init__(self, site: int, sites: int, ranks: Ranks) -> None:
-        self._site, self._sites, self._ranks = site, sites, ranks
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self._site, self._sites, self._ranks = config.federation.site or 0, config.federation.sites, ranks
+        self._steps, self._interval = config.train.steps, config.federation.sync_every // config.federation.fragments
         self._missing: set[int] = set()
         self._orphans: tuple[tuple[int, int], ...] = ()
-        self._members = sites
+        self._members = self._sites
         self._tokens = 0
         self._happened = False
         self._round = self._failures = 0
@@ -49,14 +51,16 @@ class Presence:
         if late:
             self.say(f"federation: step {step}: {_sites(late)} behind, and brought up to date")
         self._missing, self._members = missing, len(meeting.members)
-        self._tokens = sum(Word.from_dict(meeting.data[site]).tokens for site in meeting.members)
+        self._tokens = sum(word.tokens for word in words_of(meeting).values())
 
     def failed(self, reason: str, step: int) -> None:
-        """An outer step did not happen."""
+        """An outer step did not happen at local step `step`."""
         self._failures += 1
         self._happened = True
         why, self._reason = self._reason or reason, ""
-        self.say(f"federation: step {step}: no outer step ({why}); the weights are as they were, the next one is tried when it is due")
+        again = step // self._interval * self._interval + self._interval <= self._steps
+        then = "the next one is tried when it is due" if again else "it was the last one, so the sites end with weights of their own"
+        self.say(f"federation: step {step}: no outer step ({why}); the weights are as they were, {then}")
 
     def done(self, round: int, behind: int, stayed: Sequence[str], orphans: Iterable[tuple[int, int]], step: int) -> None:
         """Outer step number `round` is done; `behind`: rounds that this site was behind, `stayed`: what nobody else could give it."""

@@ -9,8 +9,7 @@ Created only when `federation.sites` is over 1. Every method is collective in th
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,22 +17,35 @@ import torch.distributed as dist
 
 from moe.exchange import MeetingExchange
 from moe.membership import Meeting, Membership
-from moe.outer import Commit, OuterReport, OuterStep
-from moe.outer_flight import RoundFailed
+from moe.outer import CatchUp, Commit, OuterReport, OuterStep
 from moe.outer_names import partition
 from train.config.schema import Config
 from train.data.dataset import Batch
 from train.engine.masters import masters, publish
 from train.engine.parallel import Ranks
-from train.federation.agreement import Word, action, beginnings, complete, due, place
+from train.federation.agreement import (
+    Phase,
+    Word,
+    action,
+    beginnings,
+    complete,
+    disagreements,
+    due,
+    fingerprints,
+    place,
+    words_of,
+)
+from train.federation.landing import Landing
 from train.federation.meetings import Meetings, own_address
 from train.federation.parameters import SiteParameters
 from train.federation.presence import Presence
 from train.federation.probe import router_probe
 from train.federation.residency import residency_plan
 from train.federation.state import OuterKeeper, saved_in
+from train.federation.voting import Voting
 from train.federation.weights import Seen
 from train.watchdog import Watchdog
+from train.worker import Hopeless
 
 _PATIENCE = 1.5
 """How long a site waits for others that are alive but out of step with it, as a multiple of the time since it last came to a meeting."""
@@ -48,21 +60,6 @@ class Standing(Protocol):
 
     step: int
     tokens: int
-
-
-@dataclass(kw_only=True)
-class _Landing:
-    """A delayed outer step on its way."""
-
-    step: int
-    """The local step after which it is applied."""
-    fragment: int | None
-    meeting: Meeting | None
-    """None once the sites have voted."""
-    begun: bool
-    """Whether this rank's part could begin."""
-    behind: int
-    """Rounds that this site was behind."""
 
 
 class Federation:
@@ -95,7 +92,7 @@ class Federation:
                 deadline=federation.deadline,
                 run_id=str(config.run.name),
             )
-        self._presence = Presence(self.site, self.sites, ranks)
+        self._presence = Presence(config, ranks)
         self._meetings = Meetings(membership, federation.endpoint, federation.quorum or self.sites, ranks, self._presence.say)
         # In mode frozen every site has every expert: all take them over from those that train them.
         self._parameters = SiteParameters(
@@ -123,13 +120,15 @@ class Federation:
                 fragments=federation.fragments,
                 sites=self.sites,
             )
+        self._voting = Voting(self._meetings, self._presence, self._outer, self._exchange)
         sends, address = self._exchange is not None, own_address(federation.endpoint)
         self._probe = router_probe(config, ranks, chunks, probe, sends, address, self._presence.say)
         self._parameters.divide(partition(self._parameters.named, plan, federation.fragments))
         self.keeper = OuterKeeper(config, plan, self._outer, self._parameters.named, self._parameters.coordinate)
         """The outer state, for `train.engine.checkpoint`."""
         self._round, self._line = 0, ""
-        self._landing: _Landing | None = None
+        self._agreed = fingerprints(config)
+        self._landing: Landing | None = None
         self._first: Meeting | None = None
         self._met = time.monotonic()
         self._owed = False
@@ -144,9 +143,9 @@ class Federation:
         began = time.monotonic()
         while True:
             waited = time.monotonic() - began
-            word = Word(phase="start", step=standing.step, line=self._line, tokens=standing.tokens, saved=saved, waited=waited)
+            word = self._word("start", standing, saved=saved, waited=waited)
             self._first = self._meetings.meet_at_start(self._round, word, lambda: self._at("waiting for the other sites", standing))
-            words = _words(self._first)
+            words = self._told(self._first)
             if action(words) != "start" or complete(words, self.sites, self._config.federation.deadline):
                 break
             time.sleep(_PAUSE)
@@ -158,21 +157,19 @@ class Federation:
 
     def join(self, standing: Standing) -> None:
         """Be one of those that train: up to date with the others, at their step if they are ahead."""
+        before = (self._round, standing.step, self._landing)
         while True:
             meeting, self._first = self._first, None
             if meeting is None:
-                word = Word(phase="ready", step=standing.step, line=self._line, tokens=standing.tokens)
+                word = self._word("ready", standing)
                 meeting = self._meetings.meet_at_start(self._round, word, lambda: self._at("waiting for the other sites", standing))
             self._presence.seen(meeting, standing.step)
-            if action(_words(meeting)) == "round":
-                joined = self._round_of(meeting, standing)
-            else:
-                joined = self._catch_up(meeting, standing)
-            if joined:
+            take = self._round_of if action(self._told(meeting)) == "round" else self._catch_up
+            if take(meeting, standing):
                 break
         self._met = time.monotonic()
-        if self._owed:
-            self._owed = False
+        owed, self._owed = self._owed, False
+        if owed and before == (self._round, standing.step, self._landing):  # else it has been taken with the others, or by them
             self.after_step(standing)
         if self._landing is not None and standing.step >= self._config.train.steps:
             self._land(standing)
@@ -180,7 +177,7 @@ class Federation:
     def due(self, step: int) -> bool:
         """Whether something is to be done after local step `step`."""
         federation = self._config.federation
-        landing = self._landing is not None and step >= min(self._landing.step, self._config.train.steps)
+        landing = self._landing is not None and self._landing.is_due(step, self._config.train.steps)
         return landing or due(step, federation.sync_every, federation.fragments)[0]
 
     def after_step(self, standing: Standing, stopping: bool = False) -> None:
@@ -190,12 +187,12 @@ class Federation:
         starts again takes the outer step that it missed so first of all.
         """
         federation, steps = self._config.federation, self._config.train.steps
-        if self._landing is not None and standing.step >= min(self._landing.step, steps):
+        if self._landing is not None and self._landing.is_due(standing.step, steps):
             self._land(standing)
         is_due, fragment = due(standing.step, federation.sync_every, federation.fragments)
         if is_due:
             self._at("meeting the other sites", standing)
-            word = Word(phase="round", step=standing.step, line=self._line, fragment=fragment, tokens=standing.tokens)
+            word = self._word("round", standing, fragment=fragment)
             meeting = self._meetings.meet(
                 self._round,
                 word,
@@ -228,20 +225,17 @@ class Federation:
         landing = self._landing
         if landing is not None and landing.meeting is not None:
             self._at("vote on the outer step in flight", standing)
-            outer, begun = self._outer, landing.begun
-            ok = self._agree(landing.meeting, lambda commit: outer.settle(commit) if outer is not None and begun else None, begun)[0]
+            patience = landing.patience(self._config)
+            ok = self._voting.agree(landing.meeting, lambda outer, commit: outer.settle(commit), landing.begun, patience)[0]
             landing.meeting = None
             if not ok:
                 self._presence.failed("not all sites had what they need", standing.step)
                 self._landing = None
-        flight = None
-        if self._landing is not None:
-            flight = {"step": self._landing.step, "fragment": self._landing.fragment, "behind": self._landing.behind}
         seen = self._seen.state_dict()
         return {
             "round": self._round,
             "line": self._line,
-            "landing": flight,
+            "landing": None if self._landing is None else self._landing.stored(),
             "owed": self._owed,
             "seen": seen,
             **self.keeper.about(),
@@ -253,8 +247,7 @@ class Federation:
         self._round, self._line = int(stored["round"]), str(stored["line"])
         self._seen.load_state_dict(stored["seen"])
         self._owed = bool(stored["owed"])
-        landing = stored["landing"]
-        self._landing = None if landing is None else _Landing(**landing, meeting=None, begun=True)
+        self._landing = Landing.restored(stored["landing"])
 
     def stop_waiting_for_us(self) -> None:
         """This site was asked to stop: the others go on without it from now on."""
@@ -267,41 +260,63 @@ class Federation:
         if self._exchange is not None:
             self._exchange.close()
 
+    def _word(self, phase: Phase, standing: Standing, **more: Any) -> Word:
+        return Word(phase=phase, step=standing.step, line=self._line, tokens=standing.tokens, config=self._agreed, **more)
+
+    def _told(self, meeting: Meeting) -> dict[int, Word]:
+        """What the members said. Raises Hopeless, on all ranks, when they train with different configurations."""
+        words = words_of(meeting)
+        if keys := disagreements(words):
+            sites = ", ".join(map(str, sorted(words)))
+            raise Hopeless(f"federation: sites {sites} differ in {', '.join(keys)}; give all sites of the run the same values")
+        return words
+
     def _at(self, phase: str, standing: Standing) -> None:
         self._watchdog.at(phase, standing.step)
 
     def _round_of(self, meeting: Meeting, standing: Standing) -> bool:
         """Take part in the round that a meeting ends; whether all went well, or is on its way."""
-        words = _words(meeting)
-        step, fragment = place(words)
+        if self._landing is not None and self.site in meeting.current:
+            # The others missed the step that waits here: this round fails for all, and they take over from here at the next one.
+            self._meetings.commit(meeting, False)
+            self._presence.failed("others missed the one that this site is about to apply", standing.step)
+            self._land(standing)
+            return False
+        self._drop()
+        step, fragment = place(words_of(meeting))
         behind = 0 if self.site in meeting.current else max(1, meeting.number - meeting.steps[self.site])
         self._at("probe of the routers", standing)
         self._probe.before(meeting)
         self._at("weights to the site's senders", standing)
         self._parameters.pull(None if behind else fragment)  # a site that is behind takes over all
         weights = self._seen.weights(fragment, self._parameters.named, self._parameters.experts)
-        outer, overlap = self._outer, self._config.federation.overlap_steps
+        overlap = self._config.federation.overlap_steps
         if overlap:
-            begun = self._connect(meeting)
-            if outer is not None and begun:
-                outer.begin(meeting.members, weights, fragment=fragment, current=meeting.current)
-            self._landing = _Landing(step=step + overlap, fragment=fragment, meeting=meeting, begun=begun, behind=behind)
+            begun = self._voting.connect(meeting)
+            if self._outer is not None and begun:
+                self._outer.begin(meeting.members, weights, fragment=fragment, current=meeting.current, token=meeting.prefix)
+            self._landing = Landing(step=step + overlap, fragment=fragment, meeting=meeting, begun=begun, behind=behind)
             self._move(standing, step)
             return True
         self._at("outer step", standing)
 
-        def work(commit: Commit) -> OuterReport | None:
-            if outer is None:
-                return None
-            return outer.step(meeting.members, weights, fragment=fragment, current=meeting.current, commit=commit)
+        def work(outer: OuterStep, commit: Commit) -> OuterReport:
+            current, token = meeting.current, meeting.prefix
+            return outer.step(meeting.members, weights, fragment=fragment, current=current, token=token, commit=commit)
 
-        ok, report = self._agree(meeting, work, self._connect(meeting))
+        ok, report = self._voting.agree(meeting, work, self._voting.connect(meeting))
         if not ok:
             self._presence.failed("not all sites had what they need", standing.step)
             return False
         self._new_weights(report, fragment, behind, standing)
         self._move(standing, step)
         return True
+
+    def _drop(self) -> None:
+        """Forget the delayed step of a site that the others have overtaken: their weights contain it."""
+        if self._landing is not None and self._outer is not None:
+            self._outer.drop()
+        self._landing = None
 
     def _land(self, standing: Standing) -> None:
         """Apply the delayed step that is on its way."""
@@ -310,11 +325,11 @@ class Federation:
         self._at("weights to the site's senders", standing)
         self._parameters.pull(None if landing.behind else landing.fragment)
         self._at("outer step", standing)
-        outer = self._outer
         if landing.meeting is None:
-            report = outer.finish() if outer is not None else None
+            report = self._outer.finish() if self._outer is not None else None
         else:
-            ok, report = self._agree(landing.meeting, lambda commit: outer.finish(commit) if outer is not None else None, landing.begun)
+            patience = landing.patience(self._config)
+            ok, report = self._voting.agree(landing.meeting, lambda outer, commit: outer.finish(commit), landing.begun, patience)
             if not ok:
                 self._presence.failed("not all sites had what they need", standing.step)
                 return
@@ -324,55 +339,31 @@ class Federation:
         """Without a round: bring the members that are behind up to date."""
         if meeting.current == meeting.members:
             return True
-        outer, behind = self._outer, max(0, meeting.number - meeting.steps[self.site])
+        if self.site not in meeting.current:
+            self._drop()
+        behind = max(0, meeting.number - meeting.steps[self.site])
         self._parameters.pull()
 
-        def work(commit: Commit) -> Any:
-            return outer.catch_up(meeting.members, meeting.current, commit=commit) if outer is not None else None
+        def work(outer: OuterStep, commit: Commit) -> CatchUp:
+            return outer.catch_up(meeting.members, meeting.current, commit=commit)
 
-        ok, report = self._agree(meeting, work, self._connect(meeting))
+        ok, report = self._voting.agree(meeting, work, self._voting.connect(meeting))
         if not ok:
             self._presence.failed("not all sites had what they need", standing.step)
             return False
         if self.site not in meeting.current:
             self._new_weights(report, None, max(1, behind), standing, stepped=False)
-            words = _words(meeting)
+            words = words_of(meeting)
             self._move(standing, max(words[site].step for site in meeting.current))
         return True
-
-    def _connect(self, meeting: Meeting) -> bool:
-        """Connect this rank's counterparts in the other sites; whether that worked."""
-        if self._exchange is None:
-            return True
-        try:
-            self._exchange.use(meeting)
-        except (RuntimeError, OSError) as error:
-            self._presence.note(error)
-            return False
-        return True
-
-    def _agree(self, meeting: Meeting, work: Callable[[Commit], Any], able: bool) -> tuple[bool, Any]:
-        """Do a sender's `work`, which asks for the sites' vote once; on the other ranks just vote. Whether all agreed, and its answer."""
-        votes: list[bool] = []
-
-        def commit(ok: bool) -> bool:
-            votes.append(self._meetings.commit(meeting, ok))
-            return votes[0]
-
-        if self._outer is None or not able:
-            commit(able)
-            return votes[0], None
-        try:
-            return True, work(commit)
-        except RoundFailed as error:
-            self._presence.note(error)
-            return False, None
 
     def _new_weights(self, report: Any, fragment: int | None, behind: int, standing: Standing, *, stepped: bool = True) -> None:
         """The senders have new weights: give them to all ranks, and say what happened."""
         self._at("weights from the site's senders", standing)
         self._parameters.push(None if behind else fragment)
-        if stepped:
+        if behind:
+            self._seen.restart()
+        else:
             self._seen.mark(fragment)
         facts: list[Any] = [{"round": self._outer.round, "line": self._outer.line} if self._outer is not None else {}]
         dist.broadcast_object_list(facts)  # rank 0 sends for the first coordinate
@@ -391,7 +382,3 @@ class Federation:
         if step > standing.step:
             self._presence.say(f"federation: site {self.site} goes on at step {step} with the others, from step {standing.step}")
             standing.step = step
-
-
-def _words(meeting: Meeting) -> dict[int, Word]:
-    return {site: Word.from_dict(meeting.data[site]) for site in meeting.members}

@@ -27,6 +27,8 @@ class Seen:
 
     def __init__(self, config: Config, plan: ResidencyPlan | None, chunks: list[Any]) -> None:
         self._by_tokens = config.federation.weights == "tokens"
+        fragments = config.federation.fragments
+        self._fragments = [str(fragment) for fragment in (range(fragments) if fragments > 1 else (None,))]
         self._plan, self._site = plan, config.federation.site or 0
         self._frozen = config.moe.mode == "frozen" and plan is not None
         self._load: Any = None
@@ -63,6 +65,11 @@ class Seen:
     def mark(self, fragment: int | None) -> None:
         """The outer step of `fragment` that began last has been taken: what came since its beginning counts for the next one."""
         self._since[str(fragment)] = self._begun[str(fragment)]
+
+    def restart(self) -> None:
+        """This site has taken over others' weights, so what it did is gone: count from here for every fragment (collective)."""
+        self._collect()
+        self._since = dict.fromkeys(self._fragments, self._now)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts as JSON, for a resumed run to end its round as if it had not stopped (collective)."""
