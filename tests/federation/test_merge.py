@@ -144,6 +144,16 @@ def test_every_tensor_is_the_mean_over_those_who_have_it(make_run: Callable[...,
     assert_same(read_all(merged.checkpoint), wanted)
 
 
+def test_a_damaged_newer_checkpoint_is_named(make_run: Callable[..., Any]) -> None:
+    run, _ = make_run(2, 1, steps=[(4, 8), (4, 8)])
+    damaged = run / "sites" / "1" / "checkpoints" / "step_00000008"
+    next(damaged.glob("*.distcp")).write_bytes(b"")
+    merged = write_merged(run)
+    assert merged.checkpoint.name == "step_00000004"
+    (note,) = merged.notes
+    assert str(damaged) in note and "use an earlier checkpoint" in note
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mean_of_equal_values_does_not_round(count: int, dtype: torch.dtype) -> None:

@@ -38,10 +38,10 @@ CHOICES = {
     "checkpoint.on_failure": ("stop", "continue"),
 }
 AT_LEAST_ONE = (
-    "train.steps", "train.seq_len", "train.micro_batch", "train.global_batch", "train.log_every", "model.layers", "model.width",
-    "model.ffn_width", "model.heads", "model.kv_heads", "model.head_dim", "model.vocab_size", "attention.block_size",
+    "federation.sites", "train.steps", "train.seq_len", "train.micro_batch", "train.global_batch", "train.log_every", "model.layers",
+    "model.width", "model.ffn_width", "model.heads", "model.kv_heads", "model.head_dim", "model.vocab_size", "attention.block_size",
     "attention.local_blocks", "attention.stride", "attention.step", "attention.rotate", "moe.top_k", "moe.ffn_width", "moe.shared_width",
-    "parallel.processes", "parallel.hosts", "optim.decay_steps", "checkpoint.keep", "federation.sites", "federation.replication",
+    "parallel.processes", "parallel.hosts", "optim.decay_steps", "checkpoint.keep", "federation.replication",
     "federation.rotate_every", "federation.sync_every", "federation.quorum", "federation.fragments",
 )  # fmt: skip
 AT_LEAST_ZERO = (

@@ -80,7 +80,9 @@ def _check_rounds(config: Config) -> None:
         raise ConfigError("federation.overlap_steps", federation.overlap_steps, rule, f"use {between - 1} or fewer")
     if federation.quorum is not None and not federation.sites // 2 < federation.quorum <= federation.sites:
         rule = f"must be more than half of federation.sites={federation.sites}, and no more than all"
-        raise ConfigError("federation.quorum", federation.quorum, rule, f"use {federation.sites // 2 + 1} to {federation.sites}")
+        least = federation.sites // 2 + 1
+        remedy = f"use {least} to {federation.sites}" if least < federation.sites else f"use {least}"
+        raise ConfigError("federation.quorum", federation.quorum, rule, remedy)
     if not 0.0 <= federation.outer_momentum < 1.0:
         raise ConfigError("federation.outer_momentum", federation.outer_momentum, "must be from 0 to below 1", "choose one")
     for key in ("timeout", "hang_timeout"):
@@ -127,7 +129,8 @@ def _check_residency(config: Config) -> None:
         plan = residency_plan(config)
     except ValueError as error:
         key, _, rest = str(error).partition("=")
-        value, _, words = rest.partition(": ")
+        text, _, words = rest.partition(": ")
+        value = None if text == "None" else text
         rule, _, remedy = words.partition("; ")
         raise ConfigError(_PLAN_KEYS.get(key, "federation.sites"), value, rule, remedy or "correct it") from error
     assert plan is not None

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from train.checkpoint.directory import CHECKPOINTS, list_checkpoints, manifest_of, stale_path
+from train.checkpoint.directory import CHECKPOINTS, list_checkpoints, manifest_of, newest_complete, stale_path
 from train.config.compose import dump_config, load_config
 from train.config.errors import ConfigError
-from train.config.place import CONFIG_FILE, STATUS_FILE, hold
+from train.config.place import CONFIG_FILE, STATUS_FILE, hold, site_dir
 from train.config.schema import Config, RunConfig
 from train.federation.config import FederationConfig
 
@@ -32,7 +32,7 @@ class Merged:
     run_dir: Path
     checkpoint: Path
     notes: tuple[str, ...]
-    """A line for each site that has a part of another step, or none."""
+    """A line for each site that has a part of another step, or none, and for each newer checkpoint that was passed over."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,6 +99,10 @@ def write_merged(run: Path, step: int | None = None, out: Path | None = None, *,
             shutil.rmtree(stale)
     notes = [f"site {part.site}: experts that it alone held are of step {part.step}, not {choice.step}" for part in choice.stale]
     notes += [f"site {site}: it has no complete checkpoint of step {choice.step} and is left out" for site in choice.absent]
+    if step is None:
+        sites = config.federation.sites
+        places = [site_dir(run, site) for site in range(sites)] if sites > 1 else [run]
+        notes += [line for place in places for line in newest_complete(place / CHECKPOINTS)[1]]
     return Merged(out, checkpoint, tuple(notes))
 
 
