@@ -13,6 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+_GROUPS = 100_000
+"""More process groups than a job ever makes."""
+
 
 @dataclass
 class Sites:
@@ -29,6 +32,8 @@ class Sites:
 def sub_worlds(count: int) -> Iterator[Sites]:
     """Split the pool's world into `count` sites of equal size (collective)."""
     world, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size() // count
+    numbers = dist.distributed_c10d._world
+    first = numbers.group_count
     inside = [dist.new_group(range(site * size, (site + 1) * size)) for site in range(count)]
     across = [dist.new_group(range(place, size * count, size)) for place in range(size)]
     dist.distributed_c10d._update_default_pg(inside[rank // size])
@@ -36,3 +41,6 @@ def sub_worlds(count: int) -> Iterator[Sites]:
         yield Sites(rank // size, count, world, across[rank % size])
     finally:
         dist.distributed_c10d._update_default_pg(world)
+        # torch numbers groups by how many a process has made, and a site may have made more than another.
+        assert numbers.group_count < first + _GROUPS
+        numbers.group_count = first + _GROUPS
