@@ -68,7 +68,7 @@ def by_hand(sites: list[dict[str, torch.Tensor]], plan: Any) -> dict[str, torch.
         having = [site[name] for site in sites if name in site]
         total = torch.stack([value.double() for value in having]).mean(0)
         merged[name] = total.to(having[0].dtype)
-        if ".router." in name:
+        if ".router.weight" in name:
             layer = int(name.split("decoder.layers.")[1].split(".")[0])
             for expert in range(4):
                 rows = [sites[site][name][expert].double() for site in plan.holders(expert, layer)]
