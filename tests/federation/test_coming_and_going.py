@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from federated_run import FEDERATED, PARTIAL, at_site
 from ranks import RankPools
@@ -74,6 +75,7 @@ def lives(corpus: str, place: str, endpoint: str) -> tuple[list[Outcome], list[s
     return outcomes, said
 
 
+@pytest.mark.slow
 def test_a_stopped_site_comes_back(ranks: RankPools, corpus: str, tmp_path: Path, endpoint: str) -> None:
     (zero,), told = (answers := ranks(3).run(lives, corpus, str(tmp_path), endpoint, timeout=240.0))[0]
     (one,), _ = answers[1]
