@@ -17,11 +17,10 @@ from typing import Any
 from launch.devices import gpu_names, share_cores, share_gpus, sites_here
 from launch.supervise import supervise
 from launch.torchrun import AGENT, WORKER, World, child_environment
-from moe.lighthouse import split_address
-from train.config.place import claim, claim_sites, read_status, run_of
+from train.config.place import claim, claim_sites, hold, read_status, run_of, site_dir
 from train.config.schema import Config
 from train.engine.layout import processes_of_host, processes_of_site
-from train.meeting import SERVER, MeetingPoint, check_endpoint, free_port, interface_towards
+from train.meeting import SERVER, MeetingPoint, check_endpoint, free_port
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,11 @@ def run_claimed(config: Config, plan: dict[str, Any], programs: Programs, tell: 
     """
     federation = config.federation
     alone = federation.sites > 1 and federation.site is not None
+    if alone and config.resume is not None:
+        assert federation.site is not None
+        own = site_dir(Path(config.resume), federation.site)
+        if own.is_dir():
+            hold(own)  # whoever has this site is known before it waits for the others
     serves = check_endpoint(config) if alone else False
     place, attempt = claim(config, plan)
     if tell is not None:
@@ -58,7 +62,6 @@ def run_claimed(config: Config, plan: dict[str, Any], programs: Programs, tell: 
     if alone:
         assert federation.endpoint is not None
         go_on = f"resume={run_of(place)} federation.site={federation.site}"
-        _reach_others(federation.endpoint, environment)
         if serves:
             log = place / "logs" / "meeting.log"
             meeting = MeetingPoint(federation.endpoint, federation, log, programs.server, environment, wait_for_others=True)
@@ -69,16 +72,6 @@ def run_claimed(config: Config, plan: dict[str, Any], programs: Programs, tell: 
     supervise([world], meeting)
     assert world.code is not None
     return place, world.code
-
-
-def _reach_others(endpoint: str, environment: dict[str, str]) -> None:
-    """Have gloo talk over the interface on which the other sites are, unless the user chose one."""
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        name = interface_towards(endpoint)
-        if name is not None:
-            environment["GLOO_SOCKET_IFNAME"] = name
-        elif split_address(endpoint)[0] != "127.0.0.1":
-            environment.pop("GLOO_SOCKET_IFNAME", None)
 
 
 def _all_sites(config: Config, run_dir: Path, plan: dict[str, Any], programs: Programs) -> int:

@@ -122,24 +122,6 @@ def _check_bind(endpoint: str) -> None:
         raise ConfigError("federation.endpoint", endpoint, rule, "give an address of site 0's host and a free port") from error
 
 
-def interface_towards(endpoint: str) -> str | None:
-    """Name of this host's network interface on the way to `endpoint`; None when it cannot be told."""
-    import psutil
-
-    host, port = split_address(endpoint)
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            own = probe.getsockname()[0]
-    except OSError:
-        return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == own for entry in addresses):
-            return name
-    return None
-
-
 class MeetingPoint:
     """The server, as the process that started it sees it. `keep` starts it, and again when it died; it ends with this process.
 

@@ -1,12 +1,9 @@
 """Where sites meet in tests, and a small data set."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
-
-from train.data.indexed import IndexedWriter
+from small_run import phrases
 
 
 @pytest.fixture
@@ -21,12 +18,5 @@ def endpoint() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prefix of an indexed data set of 120 documents of 20 to 300 bytes, each a phrase of its own said again and again."""
-    prefix = tmp_path_factory.mktemp("corpus") / "phrases"
-    rng = np.random.default_rng(5)
-    with IndexedWriter(f"{prefix}.bin", 257) as writer:
-        for _ in range(120):
-            phrase = rng.integers(97, 123, size=rng.integers(3, 12))
-            writer.add_document(np.append(np.resize(phrase, rng.integers(20, 300)), 256))
-        writer.finish(f"{prefix}.idx")
-    return str(Path(prefix))
+    """Prefix of the data set that `small_run.phrases` writes."""
+    return phrases(tmp_path_factory.mktemp("corpus") / "phrases")

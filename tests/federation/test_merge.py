@@ -328,8 +328,7 @@ def test_a_hostile_tensor_is_not_run_and_no_other_file_is_read(make_run: Callabl
 
 def test_the_place_of_a_merge_is_not_taken_from_others(make_run: Callable[..., Any], tmp_path: Path) -> None:
     run, _ = make_run()
-    other = tmp_path / "other"
-    other.mkdir()
+    (other := tmp_path / "other").mkdir()
     (other / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="it holds something else than an earlier merge"):
         write_merged(run, out=other)

@@ -35,7 +35,7 @@ def test_it_holds_exactly_the_packages_and_their_yaml(wheel: Path) -> None:
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".yaml") or path.name == "py.typed"
+        if path.suffix in (".py", ".yaml", ".json") or path.name == "py.typed"
     }
     assert names == expected
     assert "configs/experiment/demo.yaml" in names and "train/tracking/build.py" in names

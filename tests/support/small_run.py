@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from small_engine import Piece, pieces, small_config
 
 from train.config.schema import Config
+from train.data.indexed import IndexedWriter
 
 PILLARS = {"train.eval_steps": 0, "train.global_batch": 4, "model.vocab_size": 257, "data.validation": 0.2}
 
@@ -17,6 +19,17 @@ PILLARS = {"train.eval_steps": 0, "train.global_batch": 4, "model.vocab_size": 2
 def run_config(corpus: str, changes: Mapping[str, Any] | None = None) -> Config:
     """`small_config` on the data set `corpus`, four rows a step, no evaluation."""
     return small_config({**PILLARS, "data.paths": [corpus], **(changes or {})})
+
+
+def phrases(prefix: Path) -> str:
+    """Write an indexed data set of 120 documents of 20 to 300 bytes, each a phrase of its own said again and again; its prefix."""
+    rng = np.random.default_rng(5)
+    with IndexedWriter(f"{prefix}.bin", 257) as writer:
+        for _ in range(120):
+            phrase = rng.integers(97, 123, size=rng.integers(3, 12))
+            writer.add_document(np.append(np.resize(phrase, rng.integers(20, 300)), 256))
+        writer.finish(f"{prefix}.idx")
+    return str(prefix)
 
 
 @dataclass
