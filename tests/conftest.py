@@ -3,6 +3,7 @@
 `tests/support` holds plain helper modules, importable from every test by their bare name (`from ranks import RankError`).
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         reason = _why_no_cuda()
         if reason is not None:
             pytest.skip(reason)
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: the collector need not walk it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
