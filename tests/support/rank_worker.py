@@ -1,7 +1,7 @@
 """One rank of a pool: `python rank_worker.py <connection fd> <rank> <world> <store file>`; started by `ranks.RankPool` only.
 
-Joins a gloo process group of the pool's size once, then runs the functions it is sent, one after another. A function is
-picked by the file that defines it and its name, because test modules have no package that could be imported.
+Joins a process group of the pool's size once (gloo, and NCCL beside it where it sees GPUs), then runs the functions it is sent, one
+after another. A function is picked by the file that defines it and its name, because test modules have no package that could be imported.
 
 Messages from the pool: (module, file, name), pickled, then the arguments. Answer: (ok, value or traceback). Both through
 `torch.save`: plain pickles of tensors name a function of Megatron-core once it is loaded, and the reader would import it.
@@ -65,6 +65,10 @@ def reset() -> None:
     import torch
     import torch.distributed as dist
 
+    if torch.cuda.is_available():
+        # NCCL's groups end together: nobody may leave one in which another still works.
+        torch.cuda.synchronize()
+        dist.all_reduce(torch.zeros(1))
     for cleanup in _cleanups:
         cleanup()
     state = sys.modules.get("megatron.core.parallel_state")
@@ -83,6 +87,9 @@ def reset() -> None:
         if group is not world:
             dist.destroy_process_group(group)
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    gc.freeze()  # what is left are modules, mostly: half a million objects that each later collection would walk for half a second
     seed_all()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
@@ -150,7 +157,11 @@ def main() -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=600))
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=600))
     dist.barrier()
     connection.send_bytes(pack((True, "ready")))
     while True:
@@ -166,6 +177,8 @@ def main() -> None:
 
 
 def _run(module: str, file: str, name: str, payload: bytes) -> bytes:
+    import torch
+
     seed_all()
     try:
         function = load_function(module, file, name)
@@ -174,6 +187,8 @@ def _run(module: str, file: str, name: str, payload: bytes) -> bytes:
         del result
     except BaseException:  # SystemExit and pytest's outcomes too: the answer must come
         answer = pack((False, traceback.format_exc()))
+        if torch.cuda.is_available():
+            return answer  # the pool ends: closing NCCL's groups could wait for what will never come
     try:
         reset()
     except Exception:

@@ -1,4 +1,4 @@
-"""Long-lived pools of gloo ranks: importing torch and Megatron-core costs seconds a process, so tests share processes.
+"""Long-lived pools of ranks: importing torch and Megatron-core costs seconds a process, so tests share processes.
 
     def job(scale):                            # a top-level function of the test module
         x = torch.full((2,), scale * dist.get_rank())
@@ -11,6 +11,8 @@
 The default process group lives as long as the pool and has exactly its size; every other group is destroyed after the
 job, and so are Megatron-core's globals and the random state. A rank that raises, dies or hangs makes `run` raise
 `RankError` with that rank's traceback or stack; the pool is then replaced.
+
+Ranks are processes on the CPU, joined by gloo. `RankPools("cuda")` gives each rank a GPU of its own, with NCCL beside gloo.
 """
 
 import contextlib
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,6 +38,8 @@ _REPOSITORY = _SUPPORT.parents[1]
 _START_SECONDS = 180.0
 _GRACE_SECONDS = 3.0  # what the other ranks get to finish once one has failed
 _LOG_TAIL = 4000
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""Environment of processes that share GPUs' links: a program that dies in NVLink multicast can take the host's GPUs with it."""
 
 
 class RankError(AssertionError):
@@ -47,10 +51,14 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`size` processes on this machine, CPU only, joined by gloo over the loopback interface."""
+    """`size` processes on this machine, joined by gloo over the loopback interface; on `cuda` one a GPU, with NCCL for its tensors.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    `environment`: variables that they get besides.
+    """
+
+    def __init__(self, size: int, device: str = "cpu", environment: Mapping[str, str] | None = None) -> None:
+        self.size, self.device = size, device
+        self._environment = {**({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else MULTICAST_OFF), **(environment or {})}
         self.alive = True
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -65,7 +73,7 @@ class RankPool:
         environment = {
             **os.environ,
             "PYTHONPATH": path,
-            "CUDA_VISIBLE_DEVICES": "",
+            **self._environment,
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
@@ -137,7 +145,8 @@ class RankPool:
         else:
             reason = f"rank {', '.join(map(str, sorted(errors)))} failed"
         # Ranks that all failed alike are in step; otherwise messages of the failed job may still be under way.
-        if late or answers or len({text.strip().splitlines()[-1] for text in errors.values()}) > 1:
+        # A rank that met an error on its GPU can do nothing more there.
+        if late or answers or self.device != "cpu" or len({text.strip().splitlines()[-1] for text in errors.values()}) > 1:
             self.close()
         details = "\n".join(f"--- rank {rank} of {self.size}\n{errors[rank].rstrip()}" for rank in sorted(errors))
         raise RankError(f"{what}: {reason}\n{details}", errors)
@@ -177,7 +186,8 @@ class RankPool:
 class RankPools:
     """The pools of a test session by size: made when first asked for, replaced after a failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         self._pools: dict[int, RankPool] = {}
 
     def __call__(self, size: int) -> RankPool:
@@ -186,7 +196,7 @@ class RankPools:
             raise ValueError(f"pool of {size} ranks: 1 to 4 are kept; test with fewer")
         pool = self._pools.get(size)
         if pool is None or not pool.alive:
-            pool = self._pools[size] = RankPool(size)
+            pool = self._pools[size] = RankPool(size, self.device)
         return pool
 
     def close(self) -> None:
