@@ -140,16 +140,16 @@ def table_entries(rows: list[dict[str, Any]], width: int) -> list[dict[str, Any]
     ]
 
 
-def compile_share(share: list[tuple[str, str, Tile]], shape_of: tuple[int, int, int]) -> None:
-    """Compiles variants by one launch each at a small length; kernels do not depend on it."""
-    for shape, kind, tile in share:
+def compile_share(share: list[tuple[str, str, Any]], shape_of: tuple[int, int, int]) -> None:
+    """Compiles variants, or rows of `BACKWARD`, by one launch each at a small length; kernels do not depend on it."""
+    for shape, kind, choice in share:
         tensors, pattern = make(*shape_of[:2], 4096, shape_of[2], shape)
         saved = (torch.zeros_like(tensors[0]), torch.zeros(1, shape_of[0], 4096, device="cuda"))
         try:
-            run(kind, tile, tensors, pattern, saved)()
+            (backward(choice, tensors, pattern, saved) if kind == "backward" else run(kind, choice, tensors, pattern, saved))()
             torch.cuda.synchronize()
         except Exception as error:
-            print(shape, kind, tile, repr(error)[:300], flush=True)
+            print(shape, kind, choice, repr(error)[:300], flush=True)
 
 
 def main() -> int:
@@ -165,7 +165,9 @@ def main() -> int:
     args = parser.parse_args()
     from triton.testing import do_bench
 
-    todo = [] if args.backward else list(variants(args.shapes))
+    todo: list[tuple[str, str, Any]] = list(variants(args.shapes))
+    if args.backward:
+        todo = [(shape, "backward", choice) for shape in args.shapes for choice in BACKWARD]
     plain = [(shape, kind, getattr(BASE, kind)) for shape in args.shapes for kind in CANDIDATES]
     began = time.time()
     workers = max(1, min(14, (os.cpu_count() or 2) - 1))
