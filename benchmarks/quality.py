@@ -13,6 +13,7 @@ as many tokens.
 | ddp | one model, gradients over all rows in every step |
 | diloco | every site has all experts; outer step every H steps |
 | r1, r2, r4 | each expert at 1, 2, 4 sites; assignments to absent ones skipped, gate full. r4 has nothing to skip: it must equal diloco |
+| r1_rows, r2_rows | r1, r2 with the routers' rows averaged over all sites instead of the holders of their expert |
 | kept | r2, gates renormalised over the experts that are there |
 | mask | r2, absent experts cannot be chosen |
 | frozen | r2, all experts at every site, foreign ones not trained there |
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ class Arm:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     aux: float = 0.01
+    router_rows: Literal["holders", "all"] = "holders"
 
 
 ARMS = {
@@ -67,6 +69,8 @@ ARMS = {
     "r1": Arm(4, 1, "skip"),
     "r2": Arm(4, 2, "skip"),
     "r4": Arm(4, 4, "skip"),
+    "r1_rows": Arm(4, 1, "skip", router_rows="all"),
+    "r2_rows": Arm(4, 2, "skip", router_rows="all"),
     "kept": Arm(4, 2, "skip", "kept"),
     "mask": Arm(4, 2, "mask"),
     "frozen": Arm(4, 2, "frozen"),

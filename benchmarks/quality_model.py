@@ -108,7 +108,7 @@ class Site:
     """One site: its slice of the model, its optimiser and its outer step."""
 
     def __init__(self, whole: Model, size: Size, plan: ResidencyPlan, exchange: Exchange, settings: Any, device: torch.device) -> None:
-        """`settings`: mode, gate, outer_lr, outer_momentum, aux (`quality.Arm`)."""
+        """`settings`: mode, gate, outer_lr, outer_momentum, aux, router_rows (`quality.Arm`)."""
         self.number, self._size, self._plan, self._settings, self._device = exchange.site, size, plan, settings, device
         self.residents = [plan.resident(self.number, layer) for layer in range(size.layers)]
         self._everything = settings.mode in ("full", "frozen")
@@ -126,7 +126,7 @@ class Site:
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=device.type == "cuda")
         self.named, self._weights = self._named(held)
-        self.outer = OuterStep(self.named, plan, exchange, settings.outer_lr, settings.outer_momentum)
+        self.outer = OuterStep(self.named, plan, exchange, settings.outer_lr, settings.outer_momentum, router_rows=settings.router_rows)
         self.counts = Counts()
 
     def _named(self, held: Sequence[Sequence[int]]) -> tuple[dict[str, Named], dict[str, float] | None]:

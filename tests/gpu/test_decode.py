@@ -93,9 +93,12 @@ def test_a_recorded_graph_goes_on_decoding(stride: int) -> None:
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
+        s2_decode(place[0], cache, backend="triton")  # compiles, and makes the cache's tables on the device
         torch.cuda.set_sync_debug_mode("error")
-        step()
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         cache.device_lengths.copy_(plain.device_lengths)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):

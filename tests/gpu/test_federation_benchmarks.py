@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.gpu
 def test_skipping_is_measured_on_the_device(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.skip_throughput", "--small", "--out", str(tmp_path / "out.json")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out.json").read_text())

@@ -1,5 +1,6 @@
 """A site's layer on a GPU: skipped assignments with bf16, the grouped multiply and the device-side counts of core's all-to-all."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,14 @@ from torch import Tensor
 pytestmark = pytest.mark.gpu
 
 WIDTH, INNER, EXPERTS, TOP_K, TOKENS, HELD = 128, 64, 8, 2, 512, (6, 1, 3)
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    from train.engine import parallel
+
+    yield
+    parallel.shutdown()
 
 
 def build(moe: dict[str, Any]) -> Any:

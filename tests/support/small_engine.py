@@ -67,8 +67,9 @@ def build(config: Config, load: str | None = None) -> Engine:
     from train.engine import build as engine_build
     from train.engine import checkpoint, parallel
 
+    rank = parallel.init_process_group(120.0)
     layout = ParallelLayout.build(config, dist.get_world_size())
-    ranks = parallel.build_ranks(config, parallel.init_process_group(120.0))
+    ranks = parallel.build_ranks(config, rank)
     chunks = engine_build.build_model(config, ranks)
     engine = Engine(config, ranks, layout.micro_batches(config), chunks, engine_build.build_optimizer(config, ranks, chunks))
     if load is not None:
