@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from .membership import Meeting
 
 _BUCKET = 2**22  # elements in flight at once: a small bucket lets a lost peer be noticed early, a large one pays for fewer round trips
+
+_PIECE = 2**20
+"""Bytes of a message: a peer on a slow link must finish one within the limit, not a whole part of a bucket."""
 
 _NOT_CONNECTED = "not connected; call use() with the meeting first"
 
@@ -126,17 +130,22 @@ class PairwiseExchange(_Counted):
 
     def _swap(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
         """Send bytes to sites and fill buffers from sites, all at once; nothing goes to this site, and empty parts do not travel."""
-        work = []
-        for site, raw in outgoing:
-            if site != self.site and raw.numel():
-                work.append(self._send(site, raw))
-                self.bytes_sent += raw.numel()
-        for site, raw in incoming:
-            if site != self.site and raw.numel():
-                work.append(self._receive(site, raw))
-                self.bytes_received += raw.numel()
+        # gloo sends no tensor before the other side has announced where it goes. With a tensor under way that word would come after
+        # it, and a link of two directions would carry one at a time: so the receives come first.
+        work = [self._receive(site, piece) for site, piece in self._pieces(incoming)]
+        self.bytes_received += self._bytes(incoming)
+        work += [self._send(site, piece) for site, piece in self._pieces(outgoing)]
+        self.bytes_sent += self._bytes(outgoing)
         for item in work:
             self._wait(item)
+
+    def _bytes(self, parts: Sequence[tuple[int, Tensor]]) -> int:
+        return sum(raw.numel() for site, raw in parts if site != self.site)
+
+    def _pieces(self, parts: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+        """Messages of at most `_PIECE` bytes: the first of every other site, then the second ones, and so on."""
+        rows = [[(site, piece) for piece in raw.split(_PIECE)] for site, raw in parts if site != self.site and raw.numel()]
+        return (message for row in zip_longest(*rows) for message in row if message is not None)
 
     def _send(self, site: int, raw: Tensor) -> Any:
         raise NotImplementedError

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import RankPools
 from torch import Tensor
 
-from moe.exchange import GlooExchange, Hub
+from moe.exchange import GlooExchange, Hub, PairwiseExchange
 
 SHAPES = [(), (1,), (0,), (3, 5), (1, 1, 1), (17,), (2, 0, 3), (11, 9)]
 
@@ -40,6 +40,47 @@ def strided_views() -> Tensor:
     base = torch.full((6, 4), float(dist.get_rank() + 1))
     GlooExchange().sum((0, 1), [base.T[1], base[4:, 2:]])
     return base
+
+
+class Noted(PairwiseExchange):
+    """Site 0 of two, on a wire that only notes what goes over it."""
+
+    def __init__(self, bucket: int = 2**22) -> None:
+        super().__init__(0, "fp32", bucket)
+        self.noted: list[tuple[str, int]] = []
+
+    def _send(self, site: int, raw: Tensor) -> None:
+        self.noted.append((f"to {site}", raw.numel()))
+
+    def _receive(self, site: int, raw: Tensor) -> None:
+        raw.zero_()
+        self.noted.append((f"from {site}", raw.numel()))
+
+    def _wait(self, work: None) -> None:
+        """Nothing travels."""
+
+
+def test_receives_are_announced_before_anything_is_sent_and_messages_are_small() -> None:
+    wire, mebibyte = Noted(), 2**20
+    wire.sum((0, 1), [torch.ones(5 * mebibyte // 4)])
+    a_way = [(number, size) for number in ("from 1", "to 1") for size in (mebibyte, mebibyte, mebibyte // 2)]
+    assert wire.noted == [*a_way, *a_way]
+    assert (wire.bytes_sent, wire.bytes_received) == (5 * mebibyte, 5 * mebibyte)
+
+
+def total_in_pieces(group: tuple[int, ...], piece: int) -> list[Tensor]:
+    import moe.exchange
+
+    before, moe.exchange._PIECE = moe.exchange._PIECE, piece
+    try:
+        return total_of(group, 50)[0]
+    finally:
+        moe.exchange._PIECE = before
+
+
+def test_messages_in_pieces_are_put_together_again(ranks: RankPools) -> None:
+    for tensors in ranks(3).run(total_in_pieces, (0, 1, 2), 5):
+        assert all(torch.equal(got, want) for got, want in zip(tensors, expected((0, 1, 2)), strict=True))
 
 
 @pytest.mark.parametrize("bucket", [1, 7, 2**20])
