@@ -133,7 +133,8 @@ def stripe_kernel(  # type: ignore[no-untyped-def]
     begin = tl.minimum(split * each, count)
     end = tl.minimum(begin + each, count)
     masked = tl.cdiv(tl.maximum(all_far - low, 0), BM)
-    beyond = past_the_end(low, tl.where(end == count, end, 0), queries, BM, TAIL)
+    # The last tile belongs to the last part that has any: parts after it are empty.
+    beyond = past_the_end(low, tl.where((begin < end) & (end == count), end, 0), queries, BM, TAIL)
     each_head = end - begin - beyond
     heads = units_per_batch * HEADS
     d_k, d_v = tl.zeros([BN, BDK], tl.float32), tl.zeros([BN, BDV], tl.float32)

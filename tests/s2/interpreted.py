@@ -113,9 +113,16 @@ def test_float16_with_the_chosen_tiles(op: ModuleType) -> None:
     check(*results(op, pattern, (300, 300, 32, 32), dtype=torch.float16), tolerance=3e-3)
 
 
-def test_splits_of_a_long_stripe(op: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a stripe's queries, more of them than some stripes have tiles; the stripes' tiles differ from the window's."""
+@pytest.mark.parametrize("loads", ["pointers", "descriptors"])
+def test_splits_of_a_long_stripe(op: ModuleType, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, loads: str) -> None:
+    """Parts of a stripe's queries, more of them than some stripes have tiles: empty parts must not count the last tile again.
+
+    The stripes' tiles differ from the window's.
+    """
     from s2.triton.config import Tile, Tiles
+
+    if loads == "descriptors":
+        request.getfixturevalue("descriptors")
 
     tile = Tile(rows=16, keys=32, warps=4, stages=1)
     monkeypatch.setattr(op, "tiles", lambda *a: Tiles(forward=tile, dq=tile, dkv=tile, stripe=replace(tile, rows=32, keys=16)))

@@ -169,7 +169,7 @@ class Piece:
 
 
 def pieces(engine: Engine, optimizer: bool = True) -> list[Piece]:
-    """This rank's parts of the weights and, with `optimizer`, of masters and moments, as a checkpoint would store them."""
+    """This rank's parts of the weights and, with `optimizer`, of masters and moments, as a checkpoint would store them; on the CPU."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -181,7 +181,7 @@ def pieces(engine: Engine, optimizer: bool = True) -> list[Piece]:
     found = []
     for value in nested_values(state):
         if isinstance(value, ShardedTensor) and value.data is not None:
-            data = value.data.detach().clone().reshape((1,) * value.prepend_axis_num + tuple(value.local_shape))
+            data = value.data.detach().cpu().clone().reshape((1,) * value.prepend_axis_num + tuple(value.local_shape))
             found.append(Piece(value.key, tuple(value.global_shape), tuple(value.global_offset), data))
     return found
 
