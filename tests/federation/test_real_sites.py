@@ -1,4 +1,4 @@
-"""Real processes, one a site: one is killed without a word, the others go on, and it comes back."""
+"""Real processes, one for each of four sites: one is killed without a word, the others go on, and it comes back."""
 
 import signal
 import time
@@ -10,7 +10,7 @@ from real_runs import TINY, Forge, Job, corpus, figures, steps_logged
 
 from train.tracking import read_metrics
 
-SITES = 3
+SITES = 4
 STEPS = 160
 
 
@@ -39,8 +39,8 @@ def test_a_killed_site_comes_back_while_the_others_go_on(forge: Forge, tmp_path:
     data = corpus(tmp_path / "data")
     run = tmp_path / "run"
     shared = [
-        *TINY, f"data.paths=[{data}]", "moe=fomoe", "moe.experts=6", "moe.ffn_width=32", f"train.steps={STEPS}", "train.global_batch=3",
-        "checkpoint.every=4", f"federation.sites={SITES}", "federation.replication=1", "federation.sync_every=4", "federation.quorum=2",
+        *TINY, f"data.paths=[{data}]", "moe=fomoe", "moe.experts=8", "moe.ffn_width=32", f"train.steps={STEPS}", "train.global_batch=4",
+        "checkpoint.every=4", f"federation.sites={SITES}", "federation.replication=1", "federation.sync_every=4", "federation.quorum=3",
         "federation.deadline=20",
     ]  # fmt: skip
     shared.remove("moe=none")
@@ -50,20 +50,20 @@ def test_a_killed_site_comes_back_while_the_others_go_on(forge: Forge, tmp_path:
         return forge.start([*where, f"federation.site={site}", f"federation.endpoint={endpoint}"], ranks=1, fault=slowly)
 
     jobs = [start(site) for site in range(SITES)]
-    jobs[2].until(lambda: steps_logged(jobs[2].run) >= 10, "the first rounds", 120.0)
-    jobs[2].kill(signal.SIGKILL)
-    assert jobs[2].wait() == [-signal.SIGKILL]
-    killed = steps_logged(jobs[2].run)
+    jobs[3].until(lambda: steps_logged(jobs[3].run) >= 10, "the first rounds", 120.0)
+    jobs[3].kill(signal.SIGKILL)
+    assert jobs[3].wait() == [-signal.SIGKILL]
+    killed = steps_logged(jobs[3].run)
     jobs[0].until(lambda: steps_logged(jobs[0].run) >= killed + 9, "rounds without the killed site", 120.0)
-    jobs[2] = start(2, again=True)
+    jobs[3] = start(3, again=True)
     for job in jobs:
         job.finish(150.0)
     lines = read_metrics(jobs[0].run / "metrics.jsonl").training
     present = {int(line["step"]): int(line["sites_present"]) for line in lines if "sites_present" in line}
-    assert min(present.values()) == 2 and present[4] == present[STEPS] == SITES
+    assert min(present.values()) == 3 and present[4] == present[STEPS] == SITES
     assert all(max(figures(job.run)) == STEPS for job in jobs)
-    output = jobs[2].output()
+    output = jobs[3].output()
     assert "behind and has the others' weights now" in output and "no other site holds" in output
     # It took schedule and step from the others, and did not do the steps between again.
-    done = [step for step in figures(jobs[2].run) if step > killed]
+    done = [step for step in figures(jobs[3].run) if step > killed]
     assert min(done) > killed + 4 and done == list(range(min(done), STEPS + 1))
