@@ -198,6 +198,11 @@ RULES = [
         "federation.overlap_steps=2: has no effect in a run of one site; leave it out, or set federation.sites=2 or more",
     ),
     (
+        1, ("federation.sites=2", "federation.sync_every=101"),
+        "federation.sync_every=101: the run ends after train.steps=100, before the sites meet for the first time; "
+        "use 100 or fewer, or a larger train.steps",
+    ),
+    (
         1, ("federation.sites=2", "federation.probe=0"),
         "federation.probe=0: is about experts, and moe.experts=0; leave it out, or use moe=fomoe",
     ),
@@ -318,7 +323,7 @@ def test_a_sweep_over_numbers_of_sites_varies_nothing_else() -> None:
     common = ("federation.sync_every=8", "federation.outer_lr=1.0", "federation.outer_momentum=0.0", "federation.deadline=20")
     for sites in (1, 2, 4):
         check(compose([*common, *MOE, f"federation.sites={sites}"]), 1)
-    check(compose(["federation.sites=2", "train.hang_timeout=0", "train.timeout=90.5"]), 1)
+    check(compose(["federation.sites=2", "train.hang_timeout=0", "train.timeout=90.5", "federation.sync_every=100"]), 1)
 
 
 @pytest.mark.parametrize("option", sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml")))

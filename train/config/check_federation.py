@@ -68,6 +68,9 @@ def _refuse_idle(config: Config, keys: tuple[str, ...], rule: str, remedy: str) 
 
 def _check_rounds(config: Config) -> None:
     federation, steps = config.federation, config.federation.sync_every
+    if steps > config.train.steps:
+        rule = f"the run ends after train.steps={config.train.steps}, before the sites meet for the first time"
+        raise ConfigError("federation.sync_every", steps, rule, f"use {config.train.steps} or fewer, or a larger train.steps")
     if federation.fragments > config.model.layers:
         rule = f"a fragment holds at least one of the {config.model.layers} blocks"
         raise ConfigError("federation.fragments", federation.fragments, rule, "use fewer")
