@@ -101,6 +101,18 @@ def share(row: dict[str, float], ordinary: float) -> float:
     return row["stall_ms"] / 1e3 / EVERY / ordinary
 
 
+def add(rows: dict[str, dict[str, float]], name: str, row: dict[str, float], ordinary: float) -> None:
+    """Note a save and print it at once: the next may take minutes."""
+    row["share_of_a_step"] = share(row, ordinary)
+    rows[name] = row
+    extra = ""
+    if "held_ms" in row:
+        steps = f"{row['steps']:.0f} steps of {row['step_ms']:.1f} ms"
+        extra = f" (held {row['held_ms']:.0f} ms, then {steps}; written in {row['write_seconds']:.1f} s)"
+    line = f"{name:18} stall {row['stall_ms']:9.1f} ms = {row['share_of_a_step']:7.2%} of a step at one save in {EVERY} steps{extra}"
+    print(line, flush=True)
+
+
 def measure(config: Config, folder: Path, steps: int, saves: int) -> dict[str, Any]:
     """All figures; prints them."""
     from train.engine import checkpoint
@@ -109,23 +121,17 @@ def measure(config: Config, folder: Path, steps: int, saves: int) -> dict[str, A
     for _ in range(3):
         training.step()
     ordinary = statistics.median(training.step() for _ in range(steps))
-    print(f"{training.parameters:,} parameters; a step without a save {ordinary * 1e3:.1f} ms")
+    print(f"{training.parameters:,} parameters; a step without a save {ordinary * 1e3:.1f} ms", flush=True)
     saver = checkpoint.BackgroundSaver(folder)
-    rows = {}
+    rows: dict[str, dict[str, float]] = {}
     for number in range(saves + 1):
         row = background(training, saver, number, ordinary)
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         shutil.rmtree(folder)
-        rows["background, first" if number == 0 else f"background {number}"] = row
-    rows["foreground"] = foreground(lambda: checkpoint.save(folder, 99, training.chunks, training.optimizer, {}))
-    print(f"a checkpoint is {size / 2**30:.2f} GiB")
-    for name, row in rows.items():
-        row["share_of_a_step"] = share(row, ordinary)
-        extra = ""
-        if "held_ms" in row:
-            steps = f"{row['steps']:.0f} steps of {row['step_ms']:.1f} ms"
-            extra = f" (held {row['held_ms']:.0f} ms, then {steps}; written in {row['write_seconds']:.1f} s)"
-        print(f"{name:18} stall {row['stall_ms']:9.1f} ms = {row['share_of_a_step']:7.2%} of a step at one save in {EVERY} steps{extra}")
+        if number == 0:
+            print(f"a checkpoint is {size / 2**30:.2f} GiB", flush=True)
+        add(rows, "background, first" if number == 0 else f"background {number}", row, ordinary)
+    add(rows, "foreground", foreground(lambda: checkpoint.save(folder, 99, training.chunks, training.optimizer, {})), ordinary)
     return {"parameters": training.parameters, "step_ms": ordinary * 1e3, "checkpoint_gib": size / 2**30, "every": EVERY, "rows": rows}
 
 
