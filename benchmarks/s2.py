@@ -4,6 +4,7 @@
     python -m benchmarks.s2 --lengths 8192 32768      # less
 
 Correctness comes first: every shape is compared with the float32 reference on a short sequence, and a shape that fails prints no speed.
+DKernel (linxihui/dkernel), whose pattern is the same head for head, is measured when it can be imported, and checked alike.
 TFLOP/s count the (query, key) pairs that the pattern keeps, exactly: 4 x pairs x width forward, 10 x backward. "ratio" is that rate over
 cuDNN's dense rate at the same length in the same run; "x FA2" is FlashAttention-2's dense time over ours.
 """
@@ -56,19 +57,44 @@ def tensors(pattern: S2Pattern, length: int, batch: int) -> list[torch.Tensor]:
     return [torch.randn(batch, length, h, WIDTH, device="cuda", dtype=torch.bfloat16) for h in heads]
 
 
-def is_right(pattern: S2Pattern, backend: str) -> bool:
+def is_right(pattern: S2Pattern, label: str, call: Callable[..., Any], length: int = 2100) -> bool:
     """Output and gradients of a short sequence with strong logits against the float32 reference."""
-    q, k, v, g = tensors(pattern, 2100, 1)
+    q, k, v, g = tensors(pattern, length, 1)
     q = 2 * q
     results = []
-    for x, name in (((q, k, v), backend), ((q.float(), k.float(), v.float()), "reference")):
+    for x, attend in (((q, k, v), call), ((q.float(), k.float(), v.float()), functools.partial(ours, pattern, "reference"))):
         leaves = [y.detach().requires_grad_() for y in x]
-        out = s2_attention(*leaves, pattern, backend=name)
-        assert isinstance(out, torch.Tensor)
+        out = attend(*leaves)
         results.append((out, *torch.autograd.grad(out, leaves, g.to(out.dtype))))
     errors = [float(((a.float() - b).norm() / b.norm()).detach()) for a, b in zip(*results, strict=True)]
-    print(f"check {backend}: " + " ".join(f"{error:.1e}" for error in errors), flush=True)
+    print(f"check {label}: " + " ".join(f"{error:.1e}" for error in errors), flush=True)
     return max(errors) < TOLERANCE
+
+
+def ours(pattern: S2Pattern, backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """This library's attention by one of its back ends."""
+    out = s2_attention(q, k, v, pattern, backend=backend)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+@functools.lru_cache(maxsize=1)
+def dkernel(pattern: S2Pattern, length: int) -> Callable[..., Any] | None:
+    """DKernel's attention with the pattern, or None where it is not installed or has no such pattern."""
+    try:
+        from dkernel import LocalStrideSparseAttention
+    except ImportError:
+        return None
+    if pattern.is_dense:
+        return None
+    sizes = (pattern.num_heads, length, pattern.block_size, pattern.local_blocks, pattern.stride)
+    module = LocalStrideSparseAttention(*sizes, num_kv_heads=pattern.num_kv_heads, seq_dim=1).to("cuda")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        out = module(q, k, v)
+        return out[0] if isinstance(out, tuple) else out
+
+    return attend
 
 
 def peer(kind: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -102,6 +128,11 @@ def rows_of(name: str, length: int, backward: bool, peers: list[str], dense: dic
     calls: dict[str, Callable[..., Any]] = {"ours": functools.partial(s2_attention, pattern=pattern, backend="triton")}
     if "flex" in peers and length <= 32768:
         calls["flex"] = functools.partial(s2_attention, pattern=pattern, backend="flex")
+    if "dkernel" in peers and (attend := dkernel(pattern, length)) is not None:
+        if is_right(pattern, "dkernel", dkernel(pattern, 2048) or attend, 2048):
+            calls["dkernel"] = attend
+        else:
+            print(f"{name}: dkernel's result is wrong here, its speed is not printed")
     if pattern.group > 1:
         repeated = S2Pattern(**(SHAPES[name] | {"per": "q_head", "num_kv_heads": pattern.num_heads}))
         calls["ours, repeated KV"] = functools.partial(s2_attention, pattern=repeated, backend="triton")
@@ -119,8 +150,10 @@ def rows_of(name: str, length: int, backward: bool, peers: list[str], dense: dic
         row: dict[str, Any] = {"shape": name, "length": length, "batch": batch, "backend": label, "density": pattern.density(length)}
         try:
             row |= run(call, q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2), g, backward)
-        except torch.OutOfMemoryError:
-            row["error"] = "out of memory"
+        except Exception as problem:
+            if label in ("ours", "ours, repeated KV") and not isinstance(problem, torch.OutOfMemoryError):
+                raise
+            row["error"] = f"{type(problem).__name__}: {str(problem)[:100]}"  # a peer may fail in any way; the others still count
             found.append(row)
             continue
         pairs, all_pairs = batch * int(pattern.pairs(length).sum()), batch * pattern.num_heads * length * (length + 1) // 2
@@ -168,13 +201,17 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="*", default=[8192, 32768, 131072])
     parser.add_argument("--long", type=int, nargs="*", default=[524288, 1048576], help="lengths of the forward alone, ours only")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
-    parser.add_argument("--peers", nargs="*", default=["flash", "cudnn", "flex"])
+    parser.add_argument("--peers", nargs="*", default=["flash", "cudnn", "flex", "dkernel"])
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks.s2 needs a CUDA device", file=sys.stderr)
         return 1
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    good = [name for name in args.shapes if is_right(S2Pattern(**SHAPES[name]), "triton")]
+    good = [
+        name
+        for name in args.shapes
+        if is_right(S2Pattern(**SHAPES[name]), name, functools.partial(ours, S2Pattern(**SHAPES[name]), "triton"))
+    ]
     for name in set(args.shapes) - set(good):
         print(f"{name}: the result is wrong, no speed is printed")
     rows: list[dict[str, Any]] = []

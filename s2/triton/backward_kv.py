@@ -209,17 +209,27 @@ def window_kernel(  # type: ignore[no-untyped-def]
     inner = count - beyond
     heads = units_per_batch * HEADS
     d_k, d_v = tl.zeros([BN, BDK], tl.float32), tl.zeros([BN, BDV], tl.float32)
-    lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head, q_len, q_start + low, BM)
-    for t in range(HEADS * inner):
-        u = t % inner
+    # Masked tiles and plain ones have loops of their own: in one loop the products of every tile wait for the branch.
+    plain = tl.maximum(plain_end - diagonals, 0)
+    edge = inner - plain
+    for t in range(HEADS * edge):
+        u = t % edge
+        u = tl.where(u < diagonals, u, u + plain)
+        lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + t // edge, q_len, q_start + low + u * BM, BM)
         d_k, d_v = _update(
-            q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + t // inner, low + u * BM, end, q_start,
+            q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + t // edge, low + u * BM, end, q_start,
             q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
-            k, v, d_k, d_v, scale2, shift, key, 0, local, (u < diagonals) | (u >= plain_end),
-            B, DK, DV, BDK, BDV, BM, BN, PRECISION, TMA)  # fmt: skip
-        after = tl.minimum(t + 1, HEADS * inner - 1)
-        row = q_start + low + (after % inner) * BM
-        lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + after // inner, q_len, row, BM)
+            k, v, d_k, d_v, scale2, shift, key, 0, local, True, B, DK, DV, BDK, BDV, BM, BN, PRECISION, TMA)  # fmt: skip
+    row = q_start + low + tl.where(plain > 0, diagonals, 0) * BM
+    lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head, q_len, row, BM)
+    for t in range(HEADS * plain):
+        d_k, d_v = _update(
+            q_ptr, g_ptr, q_tile, g_tile, lse, delta, batch, head + t // plain, low + (diagonals + t % plain) * BM, end, q_start,
+            q_sb, q_ss, q_sh, g_sb, g_ss, g_sh, q_rb, q_rh, q_cb, q_ch, g_rb, g_rh, g_cb, g_ch,
+            k, v, d_k, d_v, scale2, shift, key, 0, local, False, B, DK, DV, BDK, BDV, BM, BN, PRECISION, TMA)  # fmt: skip
+        after = tl.minimum(t + 1, HEADS * plain - 1)
+        row = q_start + low + (diagonals + after % plain) * BM
+        lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + after // plain, q_len, row, BM)
     if TAIL:
         for h in tl.range(0, HEADS * beyond, num_stages=1):
             lse, delta = _row_terms(lse_ptr, delta_ptr, batch, heads, head + h, q_len, q_start + low + inner * BM, BM)

@@ -36,7 +36,7 @@ class Tiles:
     dq: Tile
     dkv: Tile
     stripe: Tile | None = None
-    """Of the stripes' kernel, where it differs from that of the window's, which `dkv` is."""
+    """Of the stripes' kernel; None: that of the window's, which `dkv` is."""
     overlap: bool = False
     """Run dq on a stream of its own beside dk and dv: measured by the benchmark, chosen by nothing yet."""
 
@@ -94,10 +94,11 @@ def choose_tiles(
 
     `block` is the pattern's block size, or 128 for dense attention, whose tiles any size may cut; `length` the tokens of a row.
     """
-    forward, dq, dkv = (_fitted(kind, d_k, d_v, size, shared, block, length, capability) for kind in ("forward", "dq", "dkv"))
-    if forward is None or dq is None or dkv is None:
+    kinds = ("forward", "dq", "dkv", "stripe")
+    forward, dq, dkv, stripe = (_fitted(kind, d_k, d_v, size, shared, block, length, capability) for kind in kinds)
+    if forward is None or dq is None or dkv is None or stripe is None:
         return None
-    return Tiles(forward=forward, dq=dq, dkv=dkv)
+    return Tiles(forward=forward, dq=dq, dkv=dkv, stripe=stripe)
 
 
 @lru_cache(maxsize=256)

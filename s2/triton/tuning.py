@@ -22,7 +22,8 @@ from typing import Any
 
 from ..errors import S2Error
 
-KERNELS = ("forward", "dq", "dkv", "decode")
+KERNELS = ("forward", "dq", "dkv", "stripe", "decode")
+"""dkv: the keys' gradients, of window and stripes; stripe: of the stripes, where they have tiles of their own."""
 SHIPPED = Path(__file__).with_name("tiles.json")
 FORMAT = 1
 KEYS = {"kernel", "bytes", "width", "block", "length"}
@@ -77,13 +78,18 @@ def _wrong(entry: dict[str, Any]) -> str | None:
 
 
 def find(kernel: str, size: int, width: int, block: int, length: int, capability: tuple[int, int]) -> dict[str, Any]:
-    """The fields of the tile for a call: element size in bytes, head width, the pattern's block and the tokens of a row."""
+    """The fields of the tile for a call: element size in bytes, head width, the pattern's block and the tokens of a row.
+
+    Without an entry of their own the stripes' keys have the tile of `dkv`.
+    """
     kind = 64 if block < 128 else 128
     for path in (own_file(capability), SHIPPED):
         for entry in _read(path):
             same = (entry["kernel"], entry["bytes"], entry["block"]) == (kernel, size, kind)
             if same and width <= entry["width"] and (entry["length"] is None or length <= entry["length"]):
                 return {key: value for key, value in entry.items() if key not in KEYS}
+    if kernel == "stripe":
+        return find("dkv", size, width, block, length, capability)
     raise S2Error("tiles", SHIPPED, f"has no {kernel} tile for {size} bytes and width {width}", "install the package again")
 
 

@@ -250,7 +250,7 @@ def test_tiles_shrink_to_the_shared_memory() -> None:
                 if tiles is None:
                     assert d * size == 1024 and shared < 99 << 10
                     continue
-                for kind in ("forward", "dq", "dkv"):
+                for kind in ("forward", "dq", "dkv", "stripe"):
                     assert _shared_bytes(kind, getattr(tiles, kind), d, d, size) <= shared
     assert choose_tiles(256, 256, 4, 16 << 10, 64) is None
 
