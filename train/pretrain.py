@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 -m train.pretrain experiment=demo      # by hand
 leantron pretrain experiment=demo                                  # the launcher starts the same, from a written configuration
 """
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -32,11 +33,13 @@ def main(argv: Sequence[str]) -> int:
         quiet_dependencies()
         watchdog = Watchdog(run_dir, rank, world, config.train.hang_timeout, lambda line: end_failed(run_dir, rank, line, hang=True))
         watchdog.start()
+        gc.disable()  # importing makes half a million objects that stay; walking them again and again would double its time
         from train.engine import parallel
-
-        device = parallel.init_process_group(config.train.timeout)
         from train.loop import pretrain
 
+        gc.freeze()
+        gc.enable()
+        device = parallel.init_process_group(config.train.timeout)
         ranks = parallel.build_ranks(config, device)
         pretrain(config, run_dir, resolved.attempt, resolved.resumed, ranks, stop=stop, watchdog=watchdog)
         parallel.shutdown()

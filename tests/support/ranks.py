@@ -12,15 +12,20 @@ The default process group lives as long as the pool and has exactly its size; ev
 job, and so are Megatron-core's globals and the random state. A rank that raises, dies or hangs makes `run` raise
 `RankError` with that rank's traceback or stack; the pool is then replaced.
 
-Ranks are processes on the CPU, joined by gloo. `RankPools("cuda")` gives each rank a GPU of its own, with NCCL beside gloo.
+Ranks are processes on the CPU, joined by gloo, forked by one process that has imported everything.
+`RankPools("cuda")` gives each rank a GPU of its own, with NCCL beside gloo.
 """
 
+import atexit
 import contextlib
+import functools
 import inspect
+import json
 import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,12 +47,78 @@ MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1
 """Environment of processes that share GPUs' links: a program that dies in NVLink multicast can take the host's GPUs with it."""
 
 
+_COMMON = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
 class RankError(AssertionError):
     """A rank failed; the message holds the tracebacks. `tracebacks` maps the failed ranks to theirs."""
 
     def __init__(self, message: str, tracebacks: dict[int, str]) -> None:
         super().__init__(message)
         self.tracebacks = tracebacks
+
+
+class Forks:
+    """The process that forks ranks (`rank_worker.py fork`); it ends with this one, and its ranks with it."""
+
+    def __init__(self) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, str(_SUPPORT / "rank_worker.py"), "fork", str(theirs.fileno())]
+        environment = {**os.environ, **_COMMON, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _path()}
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        theirs.close()
+        atexit.register(self.close)
+
+    def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """Send a request and return its answer."""
+        socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
+        answer = self._requests.recv(1 << 16)
+        if not answer:
+            raise RuntimeError("the process that forks ranks has died")
+        result: dict[str, Any] = json.loads(answer)
+        return result
+
+    def close(self) -> None:
+        """End it."""
+        self._requests.close()
+        self._process.wait()
+
+
+@functools.cache
+def forks() -> Forks:
+    """This session's."""
+    return Forks()
+
+
+class ForkedRank:
+    """What `subprocess.Popen` is to a started rank, for a forked one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def wait(self, timeout: float = 600.0) -> int:
+        """The exit code; raises subprocess.TimeoutExpired."""
+        if self._code is None:
+            self._code = forks().ask({"wait": self.pid, "seconds": timeout})["code"]
+        if self._code is None:
+            raise subprocess.TimeoutExpired("rank", timeout)
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, unless it has ended."""
+        if self._code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _path() -> str:
+    return os.pathsep.join([str(_REPOSITORY), str(_SUPPORT), *filter(None, sys.path)])
 
 
 class RankPool:
@@ -58,10 +129,11 @@ class RankPool:
 
     def __init__(self, size: int, device: str = "cpu", environment: Mapping[str, str] | None = None) -> None:
         self.size, self.device = size, device
+        self._forked = device == "cpu" and not environment  # some variables are read by imports
         self._environment = {**({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else MULTICAST_OFF), **(environment or {})}
         self.alive = True
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedRank] = []
         self._connections: list[Connection] = []
         for rank in range(size):
             self._start(rank)
@@ -69,29 +141,27 @@ class RankPool:
 
     def _start(self, rank: int) -> None:
         ours, theirs = Pipe()
-        path = os.pathsep.join([str(_REPOSITORY), str(_SUPPORT), *filter(None, sys.path)])
         environment = {
             **os.environ,
-            "PYTHONPATH": path,
+            "PYTHONPATH": _path(),
             **self._environment,
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
+            **_COMMON,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.size),
             "LOCAL_WORLD_SIZE": str(self.size),
         }
-        command = [sys.executable, str(_SUPPORT / "rank_worker.py"), str(theirs.fileno()), str(rank), str(self.size)]
+        store = str(self._folder / "store")
+        process: subprocess.Popen[bytes] | ForkedRank
         with open(self._log(rank), "wb") as log:
-            process = subprocess.Popen(
-                [*command, str(self._folder / "store")],
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            if self._forked:
+                request = {"start": rank, "world": self.size, "store": store, "environment": environment}
+                process = ForkedRank(forks().ask(request, [theirs.fileno(), log.fileno()])["pid"])
+            else:
+                command = [sys.executable, str(_SUPPORT / "rank_worker.py"), str(theirs.fileno()), str(rank), str(self.size), store]
+                process = subprocess.Popen(
+                    command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                )
         theirs.close()
         self._processes.append(process)
         self._connections.append(ours)

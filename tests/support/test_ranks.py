@@ -175,7 +175,7 @@ spec = importlib.util.spec_from_file_location("jobs", {__file__!r})
 jobs = sys.modules["jobs"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(jobs)
 from ranks import RankPool
-pool = RankPool(1)
+pool = RankPool(1, environment={{'OWN': '1'}})  # started, not forked
 assert torch.equal(pool.run(jobs.tensor_after_core)[0], torch.arange(3))
 pool.close()
 assert "megatron" not in sys.modules
