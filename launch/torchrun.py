@@ -21,7 +21,7 @@ import psutil
 from launch.outcome import Ended, conclude, hopeless
 from launch.output import LogOnly, Terminal
 from launch.packages import ROOT
-from train.config.place import CONFIG_FILE, write_status
+from train.config.place import CONFIG_FILE, descriptors, write_status
 from train.worker import log_path, pace_path
 
 AGENT = ("-m", "launch.agent")
@@ -118,6 +118,7 @@ class World:
                 stdout=self._terminal.stdout,
                 stderr=self._terminal.stderr,
                 start_new_session=True,
+                pass_fds=descriptors(self.run_dir),  # if we are killed, nobody goes on with the run while its workers still save
             )
         self._terminal.handed_over()
 

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from train.config.compose import load_config
-from train.config.place import site_dirs
+from train.config.place import current_status, site_dirs
 
+HELD = "resume=runs/l: the run is still going on in another process; wait for it, or stop it first\n"
 SITES = ("experiment=demo", "tracking=none", "moe=none", "parallel.ep=1", "federation.sites=2")
 Wait = Callable[[Callable[[], bool], str], None]
 
@@ -102,14 +103,27 @@ def test_a_signal_reaches_all_sites(quick, wait_for: Wait, number: int, plan: st
     assert len(below) >= 5 and gone(below)
 
 
-def test_a_killed_launcher_leaves_no_process(quick, wait_for: Wait) -> None:
+def test_a_killed_launcher_leaves_no_process_and_a_run_that_is_said_to_have_died(quick, wait_for: Wait) -> None:
     process = quick.start(*SITES, "run.name=l", plan={"0": "wait"})
     wait_for(waiting(quick.folder, "l"), "the workers")
-    below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    below = psutil.Process(process.pid).children(recursive=True)
     assert len(below) >= 5  # the meeting point, two torchruns, two workers
+    run, agents = quick.folder / "runs/l", [child for child in below if any("stub_agent" in word for word in child.cmdline())]
+    assert len(agents) == 2
+    for agent in agents:
+        agent.suspend()
     process.kill()
     process.communicate(timeout=60)
-    wait_for(lambda: gone(below), "the children to end")
+    # While a site's workers may still save, the run is theirs.
+    assert current_status(run)["state"] == "running"
+    again = quick.run("resume=runs/l")
+    assert (again.returncode, again.stderr) == (2, HELD)
+    for agent in agents:
+        agent.resume()
+    wait_for(lambda: gone([child.pid for child in below]), "the children to end")
+    status = current_status(run)
+    assert (status["state"], [part["state"] for part in status["sites"].values()]) == ("died", ["died"] * 2)
+    assert quick.status("l")["state"] == "running", "nobody was left to write it"
 
 
 def test_a_dead_meeting_point_is_started_again_and_a_run_belongs_to_one_launcher(quick, wait_for: Wait) -> None:
@@ -120,10 +134,7 @@ def test_a_dead_meeting_point_is_started_again_and_a_run_belongs_to_one_launcher
     psutil.Process(int(log.read_text().split()[1])).kill()
     wait_for(lambda: len(log.read_text().splitlines()) == 2, "another one")
     other = quick.run("resume=runs/m")
-    assert (other.returncode, other.stderr) == (
-        2,
-        "resume=runs/m: the run is still going on in another process; wait for it, or stop it first\n",
-    )
+    assert (other.returncode, other.stderr) == (2, HELD.replace("runs/l", "runs/m"))
     alone = quick.run("resume=runs/m", "federation.site=1", f"federation.endpoint={_endpoint(log)}")
     assert (alone.returncode, alone.stderr) == (2, other.stderr.replace("the run is", "site 1 is"))
     process.send_signal(signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from PIL import Image
 
 from moe.config import MoeConfig
 from train.config.errors import ConfigError
+from train.config.place import hold
 from train.config.schema import Config
 from train.report import main, write_report
 
@@ -82,6 +84,18 @@ def test_a_name_is_text_not_markup(make_run: Callable[..., Path]) -> None:
     page = write_report(make_run(name="<script>alert(1)</script>", facts={"state": "failed", "reason": "a < b & c"}))
     assert "<script" not in page.read_text()
     assert "failed: a < b & c" in text_of(page)
+
+
+def test_a_run_whose_process_is_gone_is_not_said_to_be_running(make_run: Callable[..., Path]) -> None:
+    here = make_run(facts={"state": "running", "host": socket.gethostname()})
+    assert "died: it ended without a word, killed or with its machine" in text_of(write_report(here))
+    hold(here)
+    assert "died" not in text_of(write_report(here))
+
+
+def test_a_run_on_another_host_is_said_to_be_there(make_run: Callable[..., Path]) -> None:
+    there = make_run(facts={"state": "running", "host": "node7.example"})
+    assert "running on node7.example when it last said something" in text_of(write_report(there))
 
 
 def test_a_run_of_one_step_and_a_run_of_nan_have_reports(make_run: Callable[..., Path]) -> None:

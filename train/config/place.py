@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -208,37 +209,49 @@ def claim_sites(config: Config, run_dir: Path, endpoint: str, plan: dict[str, An
 
 
 _held: dict[Path, IO[str]] = {}
+_TRIES = 3
+"""How often a lock is tried: who only looks whether a run is held has it for a moment."""
 
 
 def hold(place: Path, shared: bool = False) -> None:
     """Take the run for the life of this process, so that nobody else goes on with it meanwhile; ConfigError when somebody has it.
 
     `shared`: together with others that take it so, as sites do that are started one by one. The system lets go of the lock when the
-    process ends, however it ends. A process may take a run again.
+    process, and those that it gave `descriptors` to, have ended, however they end. A process may take a run again.
     """
     resolved = place.resolve()
     if resolved in _held:
         return
     stream = (resolved / LOCK_FILE).open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stream.close()
-        what = f"site {place.name}" if run_of(place) != place else "the run"
-        rule = f"{what} is still going on in another process"
-        raise ConfigError("resume", run_of(place), rule, "wait for it, or stop it first") from None
+    for left in range(_TRIES, 0, -1):
+        try:
+            fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if left > 1:
+                time.sleep(0.05)
+                continue
+            stream.close()
+            what = f"site {place.name}" if run_of(place) != place else "the run"
+            rule = f"{what} is still going on in another process"
+            raise ConfigError("resume", run_of(place), rule, "wait for it, or stop it first") from None
     _held[resolved] = stream
 
 
+def descriptors(place: Path) -> tuple[int, ...]:
+    """File descriptors of what this process holds of a run or a site: a child that has them holds it, too, until it ends."""
+    return tuple(_held[each].fileno() for each in dict.fromkeys((place.resolve(), run_of(place).resolve())) if each in _held)
+
+
 def _is_held(place: Path) -> bool:
-    """Whether another process has the run or the site."""
-    if not (place / LOCK_FILE).exists():
-        return False
-    with (place / LOCK_FILE).open("a+", encoding="utf-8") as stream:
-        try:
+    """Whether a process has the run or the site; True also on a file system without locks, where nobody can say."""
+    try:
+        with (place / LOCK_FILE).open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
     return False
 
 
@@ -278,7 +291,7 @@ def write_status(run_dir: Path, *, state: str, attempt: int, **details: Any) -> 
     before = read_status(run_dir)
     now = time.time()
     started = before.get("started", now) if before.get("attempt") == attempt else now
-    status = {"state": state, "attempt": attempt, "started": started, "updated": now, **details}
+    status = {"state": state, "attempt": attempt, "host": socket.gethostname(), "started": started, "updated": now, **details}
     write_atomic(run_dir / STATUS_FILE, json.dumps(status, indent=2) + "\n")
     whole = run_of(run_dir)
     if whole != run_dir:
@@ -288,15 +301,35 @@ def write_status(run_dir: Path, *, state: str, attempt: int, **details: Any) -> 
 
 def _write_run_status(run_dir: Path) -> None:
     """Put the run's status together from those of its sites, as far as they are on this file system."""
-    before = read_status(run_dir)
-    sites = {path.name: {key: value for key, value in read_status(path).items() if key in _SHOWN} for path in site_dirs(run_dir)}
+    before, now = read_status(run_dir), time.time()
+    status = {"attempt": before.get("attempt", 1), "started": before.get("started", now), "updated": now, **_of_sites(run_dir)}
+    write_atomic(run_dir / STATUS_FILE, json.dumps(status, indent=2) + "\n")
+
+
+def _of_sites(run_dir: Path) -> dict[str, Any]:
+    """State, exit code and `sites` of a run, from the statuses of its sites as they are now."""
+    sites = {path.name: {key: value for key, value in current_status(path).items() if key in _SHOWN} for path in site_dirs(run_dir)}
     states = [status.get("state", "running") for status in sites.values()]
-    state = next((name for name in ("running", "failed", "stopped", "preempted") if name in states), "completed")
-    status = {"state": state, "attempt": before.get("attempt", 1), "started": before.get("started", time.time()), "updated": time.time()}
-    if state != "running":
-        code = next((site.get("exit_code") for site in sites.values() if site.get("state") == state), 0)
-        status["exit_code"] = code
-    write_atomic(run_dir / STATUS_FILE, json.dumps({**status, "sites": sites}, indent=2) + "\n")
+    state = next((name for name in ("running", "failed", "died", "stopped", "preempted") if name in states), "completed")
+    if state in ("running", "died"):
+        return {"state": state, "sites": sites}
+    code = next((site.get("exit_code") for site in sites.values() if site.get("state") == state), 0)
+    return {"state": state, "exit_code": code, "sites": sites}
+
+
+def current_status(run_dir: Path) -> dict[str, Any]:
+    """`read_status` for who wants to know how a run stands: `running` is `died` when the process that said so has ended without a word.
+
+    The lock tells. Of a run of another host, whose locks need not be seen here, `running` with that `host` is all that is known.
+    """
+    status = read_status(run_dir)
+    if status.get("state") != "running":
+        return status
+    if site_dirs(run_dir) != [run_dir]:
+        return {**status, **_of_sites(run_dir)}
+    if status.get("host") == socket.gethostname() and not _is_held(run_dir):
+        return {**status, "state": "died"}
+    return status
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:

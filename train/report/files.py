@@ -1,10 +1,11 @@
 """What a report reads of a run's directory and how its page gets there."""
 
-import json
+import socket
 from pathlib import Path
 from typing import Any
 
 from train.config.errors import ConfigError
+from train.config.place import current_status
 from train.tracking.readers import RunMetrics, read_metrics
 
 
@@ -44,12 +45,11 @@ def metrics_of(run_dir: Path) -> RunMetrics:
 
 
 def facts_of(run_dir: Path) -> dict[str, Any]:
-    """What `status.json` says; a file that is not there or not JSON says nothing."""
+    """What `status.json` says, as it stands now; a file that is not there or not JSON says nothing."""
     try:
-        read = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return current_status(run_dir)
+    except (OSError, ConfigError):
         return {}
-    return read if isinstance(read, dict) else {}
 
 
 def sample_of(run_dir: Path) -> str | None:
@@ -63,7 +63,11 @@ def sample_of(run_dir: Path) -> str | None:
 
 def status_words(facts: dict[str, Any]) -> str:
     """How the run ended, in the launcher's words."""
-    state = facts.get("state")
+    state, host = facts.get("state"), facts.get("host")
+    if state == "died":
+        return "died: it ended without a word, killed or with its machine"
+    if state == "running" and host not in (None, socket.gethostname()):
+        return f"running on {host} when it last said something"
     if state == "stopped":
         return f"stopped by {facts.get('signal', 'a signal')}"
     if state == "failed":
