@@ -83,7 +83,8 @@ def dkernel(pattern: S2Pattern, length: int) -> Callable[..., Any] | None:
     """DKernel's attention with the pattern, or None where it is not installed or has no such pattern."""
     try:
         from dkernel import LocalStrideSparseAttention
-    except ImportError:
+    except ImportError as problem:
+        print(f"dkernel: not measured ({problem})")
         return None
     if pattern.is_dense:
         return None
