@@ -1,4 +1,4 @@
-"""A place where sites meet, without torch: answers as the real one does, and says that nobody is heard of."""
+"""A place where sites meet, without torch: answers as the real one does, with as many sites as the file `heard` says, or none."""
 
 import os
 import sys
@@ -12,6 +12,7 @@ class Status(BaseHTTPRequestHandler):
         self.end_headers()
         heard = Path("heard")
         self.wfile.write(f"[{heard.read_text() if heard.exists() else 0} heartbeating]".encode())
+        Path("asked").touch()
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
