@@ -12,7 +12,7 @@ from small_engine import MOE, assemble, build, pieces, small_config, take_step
 Figures = list[tuple[float, float, int]]
 Reference = Callable[[str], tuple[str, Figures]]
 
-STEPS = 5
+STEPS = 3
 TP, SP, PP, EP = ({"parallel.tp": 2}, {"parallel.tp": 2, "parallel.sp": True}, {"parallel.pp": 2}, {"parallel.ep": 2})
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -70,7 +70,7 @@ def compare(ranks: RankPools, reference: Reference, size: int, model: str, layou
 def test_the_reference_learns(reference: Reference) -> None:
     for model in MODELS:
         _, figures = reference(model)
-        assert figures[-1][0] < figures[0][0] - 0.05
+        assert figures[-1][0] < figures[0][0] - 0.02
         assert len({norm for _, norm, _ in figures}) == STEPS
 
 

@@ -12,16 +12,16 @@ from real_runs import Forge, figures, state, steps_logged
 def test_one_signalled_rank_stops_all_and_the_run_goes_on(
     forge: Forge, tiny: list[str], tmp_path: Path, number: int, rank: int, background: str
 ) -> None:
-    whole = forge.start([*tiny, f"run.dir={tmp_path}/whole", "train.steps=120"]).finish()
+    whole = forge.start([*tiny, f"run.dir={tmp_path}/whole", "train.steps=60"]).finish()
     run = tmp_path / "split"
-    job = forge.start([*tiny, f"run.dir={run}", "train.steps=120", f"checkpoint.async_save={background}"])
+    job = forge.start([*tiny, f"run.dir={run}", "train.steps=60", f"checkpoint.async_save={background}"])
     job.until(lambda: steps_logged(run) >= 3, "step 3")
     job.kill(number, [rank])
     job.finish()
     assert state(run) == "preempted"
     status = json.loads((run / "status.json").read_text())
     last = steps_logged(run)
-    assert status["exit_code"] == 0 and status["step"] == last < 120
+    assert status["exit_code"] == 0 and status["step"] == last < 60
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{last:08d}"]
     assert f"asked to stop by {signal.Signals(number).name}" in job.output(rank)
     assert job.output(0).splitlines()[-1] == "run preempted"

@@ -85,6 +85,6 @@ def test_what_hangs_is_found_in_the_stacks(
 
 def test_a_run_that_goes_on_is_left_alone_and_leaves_no_heartbeat(forge: Forge, tiny: list[str], tmp_path: Path) -> None:
     job = forge.start(
-        [*tiny, f"run.dir={tmp_path}/run", "train.steps=400", "train.hang_timeout=5", "checkpoint.every=20"], ranks=1
+        [*tiny, f"run.dir={tmp_path}/run", "train.steps=160", "train.hang_timeout=5", "checkpoint.every=40"], ranks=1
     ).finish()
     assert sorted(path.name for path in (job.run / "logs").iterdir()) == ["pace.json"]

@@ -48,17 +48,17 @@ def test_a_run_from_plan_to_status(launcher) -> None:
     assert (config["model"]["vocab_size"], config["run"]["name"]) == (257, "one")
 
 
-def test_a_used_directory_is_refused_and_resume_is_a_second_attempt(launcher) -> None:
-    assert launcher.run(*SMALL, "run.name=one").returncode == 0
-    again = launcher.run(*SMALL, "run.name=one")
+def test_a_used_directory_is_refused_and_resume_is_a_second_attempt(quick) -> None:
+    assert quick.run(*SMALL, "run.name=one").returncode == 0
+    again = quick.run(*SMALL, "run.name=one")
     assert again.returncode == 2
     expected = "run.name=one: runs/one is used by another run; choose another run.name, or go on with it: resume=runs/one\n"
     assert again.stderr == expected
-    resumed = launcher.run("resume=runs/one", "train.steps=400")
+    resumed = quick.run("resume=runs/one", "train.steps=400")
     assert resumed.returncode == 0, resumed.stderr
-    assert launcher.status("one")["attempt"] == 2
-    assert yaml.safe_load((launcher.folder / "runs/one/config.yaml").read_text())["train"]["steps"] == 400
-    assert (launcher.folder / "runs/one/config_1.yaml").exists()
+    assert quick.status("one")["attempt"] == 2
+    assert yaml.safe_load((quick.folder / "runs/one/config.yaml").read_text())["train"]["steps"] == 400
+    assert (quick.folder / "runs/one/config_1.yaml").exists()
 
 
 def test_a_killed_rank_ends_all_and_is_named(launcher) -> None:
