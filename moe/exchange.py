@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .store import Clients
+from .store import Clients, listen
 from .transfer import CHUNK, TRANSFERS, buckets, chunks, decode, encode, unpack
 
 if TYPE_CHECKING:
@@ -200,6 +200,7 @@ class MeetingExchange(PairwiseExchange):
         self._coordinate = coordinate
         self._limit = timedelta(seconds=limit)
         self._address = address
+        listen(address)  # the process's first contact may take seconds (`moe/store.py`): now, while nobody waits for it
         self._clients = Clients()
         self._ranks: Mapping[int, int] = {}
         self._pg: Any = None

@@ -1,7 +1,8 @@
 """Key-value stores between sites: torch's `TCPStore`, bound to one address, with clients that are kept and calls that end.
 
-Torch's client looks up the name of every address that it connects to. Where nobody answers such reverse look-ups this takes 5 seconds or
-more, so a client is kept for as long as it works; a line for each site's address in /etc/hosts avoids the wait altogether.
+Torch's client looks up the name of every address that it connects to. Where nobody answers such reverse look-ups the first one of a
+process takes 5 seconds or more, after which torch looks up no more (2.13). A store that listens is its own first client, so a process
+that begins with `listen` has that behind it; a line for its address in /etc/hosts avoids the wait altogether.
 """
 
 import contextlib

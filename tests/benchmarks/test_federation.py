@@ -66,3 +66,18 @@ def test_a_site_skips_what_it_does_not_hold_and_the_control_skips_nothing(tmp_pa
     assert whole["parameters"] > half["parameters"] == mask["parameters"] > quarter["parameters"]
     assert 0 < found["parts_ms"]["share"] < 1 and found["layer_ms"] > 0
     assert whole["model"] == 1.0 < half["model"] < quarter["model"] and mask["model"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_an_outer_step_over_a_slow_link_takes_what_the_formula_says(tmp_path: Path) -> None:
+    from benchmarks.throttled_link import unavailable
+
+    if (reason := unavailable()) is not None:
+        pytest.skip(f"no link between network namespaces here: {reason}")
+    _, found = run("throttled_link", tmp_path, "--rates", "10", "--replications", "1")
+    free, shaped = found["rows"]
+    assert (free["rate_mbit"], shaped["rate_mbit"], shaped["sent"]) == (None, 10.0, free["sent"])
+    assert shaped["sent"] == shaped["formula_ring"] == shaped["formula_payload"] / 2
+    assert free["measured"] < shaped["ring_seconds"] <= shaped["measured"] < shaped["payload_seconds"], "both directions at once"
+    assert [path.name for path in Path("/run/netns").glob("leantron-link-*")] == []
