@@ -2,6 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKERS ?= 2
 DEMO ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -35,8 +36,8 @@ demo: setup ## train the demo on two sites (CPU, a few minutes), merge, evaluate
 
 test test-slow: export OMP_NUM_THREADS ?= 1
 
-test: setup ## the CPU tests (those that need CUDA skip)
-	$(BIN)/python -m pytest -m "not slow"
+test: setup ## the CPU tests (those that need CUDA skip), in WORKERS processes (2)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup ## the tests that kill and restart real runs
 	$(BIN)/python -m pytest -m slow
