@@ -87,10 +87,25 @@ def ddp_bytes(sizes: Sizes, num_experts: int, sites: int, accounting: Accounting
     return _share(sites, accounting) * sizes.total(num_experts) * bytes_per_parameter
 
 
-def moved_bytes(plan: ResidencyPlan, sizes: Sizes, round: int, *, bytes_per_parameter: float = 4.0) -> float:
-    """Bytes of experts that change hands before `round`, over all sites; each is sent once by a holder."""
+def moved_bytes(
+    plan: ResidencyPlan,
+    sizes: Sizes,
+    round: int,
+    *,
+    bytes_per_parameter: float = 4.0,
+    row_bytes_per_parameter: float = 0.0,
+    site: int | None = None,
+) -> float:
+    """Bytes of experts that change hands before `round`, over all sites, or as sent by `site`.
+
+    Each is sent once to each new holder, by its first old one; `row_bytes_per_parameter` are those of its router row.
+    """
     _check_layers(plan, sizes)
-    return sum(sizes.expert[layer] for layer, _, _ in plan.moves(round)) * bytes_per_parameter
+    return sum(
+        sizes.expert[layer] * bytes_per_parameter + sizes.router_row[layer] * row_bytes_per_parameter
+        for layer, expert, _ in plan.moves(round)
+        if site is None or plan.holders(expert, layer, round - 1)[0] == site
+    )
 
 
 def resident_parameters(plan: ResidencyPlan, sizes: Sizes, site: int, round: int = 0) -> int:

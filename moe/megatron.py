@@ -75,6 +75,13 @@ class SiteRouter(TopKRouter):
             self.register_buffer("bias_load", torch.zeros(moe.experts, dtype=torch.int64, device=device), persistent=False)
         self.listeners: list[RoutingListener] = []
 
+    @torch.no_grad()
+    def hold(self, resident: Sequence[int]) -> None:
+        """Have the slots stand for other experts, as many as before."""
+        self.resident.copy_(torch.tensor(list(resident)))
+        self.here.zero_()
+        self.here[self.resident] = True
+
     def gating(self, input: Tensor) -> Tensor:
         """Scores of all experts, (..., E) fp32 or in the input's precision, as `moe_router_dtype` says."""
         if input.numel():
@@ -244,6 +251,18 @@ class SiteMoELayer(MoELayer):
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
             )
         if moe.mode == "frozen":
+            self.experts.freeze_others(trained)
+
+    def hold(self, resident: Sequence[int], trained: Sequence[int]) -> None:
+        """Have the slots stand for the experts `resident`, as many as before, of which `trained` learn in mode frozen.
+
+        What is in the slots does not change; the dispatcher knows only slots. Raises ValueError on another number of experts.
+        """
+        if len(resident) != len(self.router.resident):
+            raise ValueError(f"resident={list(resident)}: there are {len(self.router.resident)} slots; name as many experts")
+        self.router.hold(resident)
+        self.experts.hold(resident)
+        if self.router.mode == "frozen":
             self.experts.freeze_others(trained)
 
 

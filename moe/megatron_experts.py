@@ -43,9 +43,7 @@ class GroupedSwiGLUExperts(MegatronModule):
         _refuse(config, pg_collection)
         self.num_local_experts = num_local_experts
         self.ep_group = pg_collection.ep
-        first = self.ep_group.rank() * num_local_experts
-        numbers = range(first, first + num_local_experts) if resident is None else resident[first : first + num_local_experts]
-        self.global_experts = tuple(numbers)
+        self.hold(range(self.ep_group.size() * num_local_experts) if resident is None else resident)
         self.expt_dp_group = pg_collection.expt_dp
         inner, width = int(config.moe_ffn_hidden_size or config.ffn_hidden_size), config.hidden_size
         device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
@@ -62,6 +60,11 @@ class GroupedSwiGLUExperts(MegatronModule):
         self.register_buffer("trainable", None, persistent=False)
         if config.perform_initialization:
             self.reset_parameters()
+
+    def hold(self, resident: Sequence[int]) -> None:
+        """Say which experts of the layer the ranks hold together, by global number; the weights stay as they are."""
+        first = self.ep_group.rank() * self.num_local_experts
+        self.global_experts = tuple(resident[first : first + self.num_local_experts])
 
     def freeze_others(self, trained: Sequence[int]) -> None:
         """Give zero gradients to the experts that are not among `trained`, by global number.

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from .exchange import Exchange
+from .outer_checks import check_settings, check_state, weight_of
 from .outer_flight import Flight, RoundFailed, copies, decide, host_copy
 from .outer_names import Named, Sharing, partition
 from .outer_report import CatchUp, Commit, HandOver, OuterReport
@@ -74,7 +75,7 @@ class OuterStep:
         self._plan = plan
         self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
         self._fragments = fragments
-        self._check(router_rows)
+        check_settings(lr, momentum, router_rows, fragments, exchange.site, self._sites)
         self._sharing = Sharing(plan, exchange.site, router_rows == "all", residency_round)
         self._named = {name: Named(*named[name]) for name in sorted(named)}
         self._sharing.check(self._named)
@@ -197,13 +198,22 @@ class OuterStep:
         return CatchUp(*self._came(flight))
 
     @torch.no_grad()
-    def hand_over(self, named: Mapping[str, Named | tuple], *, exchange: Exchange | None = None, commit: Commit | None = None) -> HandOver:
+    def hand_over(
+        self,
+        named: Mapping[str, Named | tuple],
+        *,
+        states: Mapping[tuple[int, int], Sequence[Tensor]] | None = None,
+        exchange: Exchange | None = None,
+        commit: Commit | None = None,
+    ) -> HandOver:
         """Put the residency of the present round in force; all sites of a `rotating` plan call it, right after a step, when `due`.
 
         `named` names the parameters that this site has from now on: its experts of `plan.resident(site, layer, step.round)`, where
         they will be, and the rest as before. A new holder gets anchor and momentum from the first old one, bit for bit (with rows that
-        go to holders, those of the router row too), and the weights of all experts named are written. Inner optimiser states do not
-        travel. Raises ValueError when nothing is due or the names do not fit, RoundFailed as `step` does.
+        go to holders, those of the router row too), and the weights of all experts named are written. `states`, by (layer, expert),
+        travel the same way, fp32 on the host: what the old holder's inner optimiser keeps of an expert, and at a new holder as many
+        tensors to be overwritten, also when the hand-over fails. Raises ValueError when nothing is due or the names do not fit,
+        RoundFailed as `step` does.
         """
         if self._flight is not None or not self.due:
             raise ValueError(f"hand over: {'a step is in flight' if self._flight else 'nothing is due'}; call it after a step when due")
@@ -219,19 +229,41 @@ class OuterStep:
         anchors: dict[str, Tensor] = {}
         velocities: dict[str, Tensor] = {}
         try:
-            anchors, velocities = pass_experts(through, old, now, self._named, renamed, self._anchor, self._velocity)
+            anchors, velocities = pass_experts(through, old, now, self._named, renamed, self._anchor, self._velocity, states or {})
         except Exception as failure:
             error = failure
         decide(error, f"hand-over after round {self.round - 1}", range(self._sites), commit)
         was, has = experts_in(self._named), experts_in(renamed)
-        kept, moving = self._anchor | anchors, self._velocity | velocities
-        self._anchor = {name: kept[name] for name in renamed}
-        self._velocity = {name: moving[name] for name in renamed} if self._momentum else {}
-        self._named, self._sharing = renamed, now
+        self._take_names(renamed, now, anchors, velocities)
+        self.line = hashlib.sha256(f"{self.line}/residency/{self.round}".encode()).hexdigest()[:16]
         for name, entry in renamed.items():
             if entry.kind == "expert" or name in anchors:
                 self._write(name, self._anchor[name])
         return HandOver(tuple(sorted(has - was)), tuple(sorted(was - has)), through.bytes_sent - sent)
+
+    @torch.no_grad()
+    def rename(self, named: Mapping[str, Named | tuple], residency_round: int) -> None:
+        """Put the residency of another round in force at this site alone: before `load_state_dict`, or before it catches up.
+
+        What was not named before has its weight as anchor, and no momentum. Raises ValueError when a step is in flight or a name does
+        not fit.
+        """
+        if self._flight is not None:
+            raise ValueError("rename: a step is in flight; finish() or drop() it first")
+        now = Sharing(self._plan, self._sharing.site, self._sharing.all_rows, residency_round)
+        renamed = {name: Named(*named[name]) for name in sorted(named)}
+        now.check(renamed)
+        self._take_names(renamed, now, {}, {})
+
+    def _take_names(
+        self, named: Mapping[str, Named], sharing: Sharing, anchors: Mapping[str, Tensor], velocities: Mapping[str, Tensor]
+    ) -> None:
+        kept, moving = {**self._anchor, **anchors}, {**self._velocity, **velocities}
+        self._anchor = {name: kept[name] if name in kept else host_copy(entry.tensor) for name, entry in named.items()}
+        if self._momentum:
+            self._velocity = {name: moving.get(name, torch.zeros_like(anchor)) for name, anchor in self._anchor.items()}
+        self._named, self._sharing = dict(named), sharing
+        self._part_of = partition(self._named, self._plan, self._fragments)
 
     def _land(self, flight: Flight, commit: Commit | None) -> OuterReport:
         flight.settle(self.round, commit)
@@ -292,7 +324,7 @@ class OuterStep:
             anchor=self._anchor,
             velocity=self._velocity,
             thetas={name: entry.tensor for name, entry in self._named.items()},
-            weights=None if weights is None else {name: _weight(weights, name) for name in names},
+            weights=None if weights is None else {name: weight_of(weights, name) for name in names},
             origin=(self.round, self.line, self.residency_round),
             delayed=delayed,
         )
@@ -354,46 +386,11 @@ class OuterStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`. Raises ValueError when its names, shapes or residency are not this site's."""
-        if state["residency_round"] != self.residency_round:
-            was = f"residency of round {state['residency_round']}, here of {self.residency_round}"
-            raise ValueError(f"outer state: is for the {was}; name the parameters of that round")
-        for part, mine in (("anchor", self._anchor), ("velocity", self._velocity)):
-            saved = state[part]
-            if saved.keys() != mine.keys():
-                odd = sorted(saved.keys() ^ mine.keys())
-                raise ValueError(
-                    f"outer state: {part} of {', '.join(odd)} is missing or unknown; resume with the run's own plan and optimiser"
-                )
-            for name, tensor in saved.items():
-                if tensor.shape != mine[name].shape:
-                    raise ValueError(
-                        f"outer state: {name} is {tuple(tensor.shape)}, here {tuple(mine[name].shape)}; resume with the run's own model"
-                    )
+        check_state(state, self.residency_round, self._anchor, self._velocity)
         self.round, self.line = int(state["round"]), str(state["line"])
         self._anchor, self._velocity = copies(state["anchor"]), copies(state["velocity"])
         flight = state["flight"]
         self._flight = None if flight is None else Flight.restore(flight, self._sharing, self._named, self._part_of)
-
-    def _check(self, router_rows: str) -> None:
-        if self._lr <= 0:
-            raise ValueError(f"lr={self._lr}: the outer step must move; give more than 0")
-        if not 0 <= self._momentum < 1:
-            raise ValueError(f"momentum={self._momentum}: must be from 0 to below 1; choose one")
-        if router_rows not in ("holders", "all"):
-            raise ValueError(f"router_rows={router_rows}: must be holders or all; choose one")
-        if self._fragments < 1:
-            raise ValueError(f"fragments={self._fragments}: names make at least one part; give 1 or more")
-        site = self.exchange.site
-        if not 0 <= site < self._sites:
-            raise ValueError(f"site={site}: the plan has {self._sites}; use a plan for all sites")
-
-
-def _weight(weights: Mapping[str, float], name: str) -> float:
-    if name not in weights:
-        raise ValueError(f"weights: none for {name}; give one for every parameter or no weights at all")
-    if weights[name] < 0:
-        raise ValueError(f"weights: {weights[name]} for {name}; a weight is 0 or more")
-    return weights[name]
 
 
 __all__ = ["CatchUp", "Commit", "HandOver", "Named", "OuterReport", "OuterStep", "RoundFailed"]

@@ -1,6 +1,6 @@
-"""Experts of a `rotating` plan that change hands: who gives which anchor and momentum to whom."""
+"""Experts of a `rotating` plan that change hands: who gives which anchor, momentum and inner state to whom."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,8 +47,12 @@ def pass_experts(
     new: Mapping[str, Named],
     anchor: Mapping[str, Tensor],
     velocity: Mapping[str, Tensor],
+    states: Mapping[tuple[int, int], Sequence[Tensor]],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Anchors and momenta of the names that come to this site. Every site goes through the experts in the same order."""
+    """Anchors and momenta of the names that come to this site; `states` of arriving experts, by (layer, expert), are overwritten.
+
+    Every site goes through the experts in the same order.
+    """
     assert before.plan is not None
     anchors: dict[str, Tensor] = {}
     velocities: dict[str, Tensor] = {}
@@ -60,7 +64,7 @@ def pass_experts(
         shapes = {name: (new if taking else old)[name].tensor.shape for name in names}
         passed = [torch.empty(shapes[name]) if taking else anchor[name] for name in names]
         momenta = [torch.empty(shapes[name]) if taking else velocity[name] for name in names if velocity]
-        exchange.copy(giver, tuple(sorted((giver, *takers))), [*passed, *momenta])
+        exchange.copy(giver, tuple(sorted((giver, *takers))), [*passed, *momenta, *states.get((layer, expert), ())])
         if taking:
             anchors.update(zip(names, passed, strict=True))
             velocities.update(zip(names, momenta, strict=True) if velocity else ())

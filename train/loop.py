@@ -204,7 +204,8 @@ class Trainer:
                 self._evaluate()
                 started, logged_step, logged_tokens = time.perf_counter(), step, self.progress.tokens
             every = self.config.checkpoint.every
-            if last or stopping or (every and step % every == 0):
+            turned = self.federation is not None and self.federation.wants_save
+            if last or stopping or (every and (step % every == 0 or turned)):
                 self.clock.time("checkpoint", partial(self.save, last=last or stopping))
             elif written:
                 self.clock.time("checkpoint", self.checkpoints.finish)

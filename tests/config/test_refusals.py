@@ -13,6 +13,7 @@ from train.config.errors import ConfigError
 S2 = ("attention=s2", "attention.stride=4", "attention.block_size=16")
 MOE = ("moe=mixtral", "moe.experts=4")
 SITES = (*MOE, "federation.sites=2", "federation.replication=1", "moe.mode=skip", "moe.layers=all")
+ROTATING = ("federation.policy=rotating", "federation.rotate_every=2")
 
 COMPOSITION = [
     ("train.stepz=3", "train.stepz=3: there is no such key; did you mean train.steps?"),
@@ -201,6 +202,16 @@ RULES = [
         1, ("federation.sites=2", "federation.sync_every=101"),
         "federation.sync_every=101: the run ends after train.steps=100, before the sites meet for the first time; "
         "use 100 or fewer, or a larger train.steps",
+    ),
+    (
+        1, (*SITES, *ROTATING, "federation.overlap_steps=2"),
+        "federation.overlap_steps=2: federation.policy=rotating needs outer steps of all parameters that all sites apply at once; "
+        "use 0, or another federation.policy",
+    ),
+    (
+        1, (*SITES, *ROTATING, "federation.fragments=2"),
+        "federation.fragments=2: federation.policy=rotating needs outer steps of all parameters that all sites apply at once; "
+        "use 1, or another federation.policy",
     ),
     (
         1, ("federation.sites=2", "federation.probe=0"),

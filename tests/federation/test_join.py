@@ -40,6 +40,9 @@ class Traced(Federation):
         self._agreed, self._first, self._met, self._owed, self._landing = fingerprints(CONFIG), None, 0.0, owed, landing
         self._outer = SimpleNamespace(drop=lambda: self.did.append("drop"))  # type: ignore[assignment]
         self._presence = Presence(CONFIG, SimpleNamespace(is_first=False))  # type: ignore[arg-type]
+        pull = SimpleNamespace(pull=lambda: self.did.append("pull"))
+        self._placement = SimpleNamespace(round=0, parameters=pull)  # type: ignore[assignment]
+        self._turning = SimpleNamespace(follow=lambda *_: None)  # type: ignore[assignment]
         coming = iter(meetings)
         self._meetings = SimpleNamespace(  # type: ignore[assignment]
             meet_at_start=lambda *_: next(coming), commit=lambda _meeting, ok: self.did.append(("vote", ok))
@@ -86,7 +89,6 @@ def test_a_step_in_flight_that_the_others_missed_is_applied_first() -> None:
 
 def test_a_step_in_flight_that_the_others_have_taken_is_dropped() -> None:
     site = Traced([], landing=pending())
-    site._parameters = SimpleNamespace(pull=lambda: site.did.append("pull"))  # type: ignore[assignment]
     site._voting = SimpleNamespace(connect=lambda _: True, agree=lambda *_: (False, None))  # type: ignore[assignment]
     assert site._catch_up(meeting({0: 2, 1: 0}), standing()) is False
     assert site.did == ["drop", "pull"] and site._landing is None

@@ -82,7 +82,7 @@ class PlainDiloco:
     def figures(self) -> dict[str, Any]:
         return {}
 
-    keeper = None
+    keeper, wants_save = None, False
 
     def save(self, _: Any) -> dict[str, Any]:
         return {}

@@ -1,6 +1,7 @@
 """A site of three that is asked to stop, leaves, and starts again when the others are further."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ def _wait_for(path: Path) -> None:
 
 
 def lives(
-    corpus: str, place: str, endpoint: str, changes: dict[str, Any], stops_at: int, go_on_from: int
+    corpus: str, place: str, endpoint: str, changes: dict[str, Any], stops_at: int, go_on_from: int, lost: Sequence[int] = ()
 ) -> tuple[list[Outcome], list[str]]:
     """Site 2 stops at `stops_at`, starts again when the others wait at `go_on_from`; returns the runs and the log lines of a rank.
 
+    Its checkpoints of the steps `lost` are gone by then.
     A job on a pool of three ranks, each a site.
     """
     from megatron.core import parallel_state
@@ -49,7 +51,7 @@ def lives(
             return step(self)
 
         def starting(self: Any, standing: Any) -> Any:
-            if standing.step == stops_at:
+            if here.site == 2 and waits.exists():
                 again.touch()
             return start(self, standing)
 
@@ -60,6 +62,8 @@ def lives(
             if here.site == 2:
                 parallel_state.destroy_model_parallel()
                 _wait_for(waits)
+                for step_lost in lost:
+                    (Path(place) / f"2/checkpoints/step_{step_lost:08d}/leantron.json").unlink()
                 outcomes.append(at_site(corpus, place, changes, endpoint, 3, True, here=here))
         finally:
             loop.Trainer._step, Federation.start, Presence.say = step, start, say  # type: ignore[method-assign]

@@ -35,13 +35,6 @@ def check_federation(config: Config) -> None:
     _check_residency(config)
 
 
-def check_runnable(config: Config) -> None:
-    """Raise ConfigError for what can be planned and not run."""
-    if config.federation.policy == "rotating" and config.federation.sites > 1:
-        rule = "experts that change hands are counted by the plan and not moved in a run"
-        raise ConfigError("federation.policy", "rotating", rule, "use contiguous, strided or random")
-
-
 def _check_modes(config: Config) -> None:
     moe, federation = config.moe, config.federation
     if not moe.experts:
@@ -81,6 +74,11 @@ def _check_rounds(config: Config) -> None:
     if federation.overlap_steps >= between:
         rule = f"an outer step must end before the next one begins, federation.sync_every / fragments = {between} steps later"
         raise ConfigError("federation.overlap_steps", federation.overlap_steps, rule, f"use {between - 1} or fewer")
+    if federation.policy == "rotating":
+        for key, plain in (("overlap_steps", 0), ("fragments", 1)):
+            if getattr(federation, key) != plain:
+                rule = "federation.policy=rotating needs outer steps of all parameters that all sites apply at once"
+                raise ConfigError(f"federation.{key}", getattr(federation, key), rule, f"use {plain}, or another federation.policy")
     if federation.quorum is not None and not federation.sites // 2 < federation.quorum <= federation.sites:
         rule = f"must be more than half of federation.sites={federation.sites}, and no more than all"
         least = federation.sites // 2 + 1

@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from train.config.check_federation import check_runnable
 from train.config.compose import dump_config, load_config, write_atomic
 from train.config.errors import ConfigError
 from train.config.schema import Config
@@ -140,7 +139,6 @@ def claim(config: Config, plan: dict[str, Any]) -> tuple[Path, int]:
     Of several processes that claim one directory exactly one succeeds; the others raise ConfigError. With `federation.site` the
     directory is that site's, and the run's own is made by whichever site comes first.
     """
-    check_runnable(config)
     run_dir = Path(config.resume or config.run.dir or "")
     try:
         if config.federation.site is None:

@@ -184,19 +184,22 @@ class _HostCopies:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._used: set[tuple[str, tuple[int, ...]]] = set()
 
     def copy(self, tensor: ShardedTensor) -> torch.Tensor:
         """A copy of the data; from a GPU it is complete after `wait`."""
         assert tensor.data is not None
         data, key = tensor.data.detach(), (tensor.key, tuple(tensor.global_offset))
+        self._used.add(key)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != data.shape or buffer.dtype != data.dtype:
             buffer = self._buffers[key] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
         return buffer.copy_(data, non_blocking=True)
 
-    @staticmethod
-    def wait() -> None:
-        """Wait for the copies from the GPU."""
+    def wait(self) -> None:
+        """Wait for the copies from the GPU, and let go of memory for what was not copied: experts that have left the site."""
+        self._buffers = {key: self._buffers[key] for key in self._used}
+        self._used = set()
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 

@@ -2,7 +2,8 @@
 
 A rank has whole masters, a data-parallel shard of them, or, in fp32, none beside the weights themselves; they lie on the device or, with
 `offload.mode`, on the host. Here each is a `Master`: a range of a named parameter with a way to read and to write it. After writing,
-`publish` brings the model's weights up to date on every rank; Adam's moments are never touched.
+`publish` brings the model's weights up to date on every rank. `moments` gives Adam's moments of the experts in the same form, for
+experts that move; an outer step leaves moments alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,10 +23,15 @@ from train.engine.optimizer_state import parts, weights
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _BIAS = "router.expert_bias"
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's, as the optimiser names them."""
+
+_Access = tuple[int, int, Callable[[], Tensor], Callable[[Tensor], object]]
+
 
 @dataclass(frozen=True)
 class Master:
-    """What this rank has of a parameter: elements `start` to `end` of it, flattened."""
+    """What this rank has of a parameter, or of a moment of it: elements `start` to `end`, flattened."""
 
     name: str
     """The parameter's name in a checkpoint; that of the embedding for a tied head on another pipeline stage."""
@@ -45,9 +51,7 @@ class Master:
 
 def masters(chunks: list[Any], optimizer: Any) -> list[Master]:
     """All that this rank holds, in the order of the model. Buffers that training changes (a router's bias) are among them."""
-    accesses: dict[int, tuple[int, int, Callable[[], Tensor], Callable[[Tensor], object]]] = {}
-    for _, part in parts(optimizer):
-        accesses |= {id(weight): access for weight, access in _accesses(part)}
+    accesses = _by_weight(optimizer, None)
     found = []
     for name, tensor, experts, tied in _named(chunks):
         if isinstance(tensor, torch.nn.Parameter):
@@ -59,6 +63,17 @@ def masters(chunks: list[Any], optimizer: Any) -> list[Master]:
         sliced = experts is None and bool(getattr(tensor, "tensor_model_parallel", False))
         found.append(Master(_EMBEDDING if tied else name, tensor, start, end, sliced, experts, read, write))
     return found
+
+
+def moments(chunks: list[Any], optimizer: Any, moment: str) -> list[Master]:
+    """What this rank has of one of `MOMENTS` of its experts, under the experts' names, in the order of the model."""
+    accesses = _by_weight(optimizer, moment)
+    return [
+        Master(name, tensor, start, end, False, experts, read, write)
+        for name, tensor, experts, _ in _named(chunks)
+        if experts is not None and id(tensor) in accesses
+        for start, end, read, write in [accesses[id(tensor)]]
+    ]
 
 
 @torch.no_grad()
@@ -89,16 +104,22 @@ def _plain(tensor: Tensor) -> tuple[Callable[[], Tensor], Callable[[Tensor], obj
     return flat.float, flat.copy_
 
 
-def _accesses(part: Any) -> Iterator[tuple[Tensor, tuple[int, int, Callable[[], Tensor], Callable[[Tensor], object]]]]:
+def _by_weight(optimizer: Any, moment: str | None) -> dict[int, _Access]:
+    """Where the fp32 weights that Adam steps from are, or one of its moments, by the id of the model's weight."""
+    return {id(weight): access for _, part in parts(optimizer) for weight, access in _accesses(part, moment)}
+
+
+def _accesses(part: Any, moment: str | None) -> Iterator[tuple[Tensor, _Access]]:
     """(model weight, (start, end, read, write)) of all that an optimiser keeps on this rank."""
     if isinstance(part, OffloadedDistributedOptimizer):
         for weight in part.model_param_group_index_map:
             place = part._get_model_param_range_map(weight)["param"]
-            yield weight, (place.start, place.end, *part.master_of(weight))
-    elif isinstance(part, DistributedOptimizer):
-        for weight, main in weights(part):
+            yield weight, (place.start, place.end, *(part.master_of(weight) if moment is None else part.moment_of(weight, moment)))
+        return
+    for weight, main in weights(part):
+        found = main if moment is None else part.optimizer.state[main][moment]
+        if isinstance(part, DistributedOptimizer):
             place = part._get_model_param_range_map(weight)["param"]
-            yield weight, (place.start, place.end, *_plain(main))
-    else:
-        for weight, main in weights(part):
-            yield weight, (0, weight.numel(), *_plain(main))
+            yield weight, (place.start, place.end, *_plain(found))
+        else:
+            yield weight, (0, weight.numel(), *_plain(found))

@@ -109,6 +109,14 @@ class OffloadedDistributedOptimizer(DistributedOptimizer):
             return lambda: shard.detach().view(-1), functools.partial(self._write_full, shard)
         return lambda: self.optimizer.states_of(shard, ("master",))["master"].view(-1), functools.partial(self._write_low, shard)
 
+    def moment_of(self, model_param: Tensor, moment: str) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
+        """Ways to read and to write what this rank has of `exp_avg` or `exp_avg_sq` of a parameter, flat."""
+        shard = self._shards[model_param]
+        return (
+            lambda: self.optimizer.states_of(shard, (moment,))[moment].view(-1),
+            lambda value: self.optimizer.set_states_of(shard, {moment: value}),
+        )
+
     @torch.no_grad()
     def _write_full(self, shard: Tensor, value: Tensor) -> None:
         shard.view(-1).copy_(value)

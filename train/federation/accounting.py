@@ -15,7 +15,7 @@ from train.checkpoint.directory import CHECKPOINTS, newest_complete
 from train.config.compose import load_config
 from train.config.place import CONFIG_FILE, site_dirs
 from train.config.schema import Config
-from train.federation.planning import ACCOUNTINGS, round_bytes
+from train.federation.planning import ACCOUNTINGS, rotation_bytes, round_bytes
 from train.tracking.readers import RunMetrics, read_metrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -74,6 +74,10 @@ class SiteAccount:
     """Counted: handed over and got back."""
     formula_payload: float
     formula_ring: float
+    moved: int
+    """Counted apart: bytes of experts that changed hands, as this site sent them."""
+    formula_moved: float
+    """The same by formula, had they changed hands whenever the plan says so."""
     source: str
     """Where the formula's parameters are from."""
     caveats: tuple[str, ...]
@@ -96,6 +100,8 @@ class SiteAccount:
             f"payload {self.payload:,} bytes, formula {self.formula_payload:,.0f}, ratio {self.payload_ratio:.4f}",
             f"sent {self.sent:,} bytes, ring formula {self.formula_ring:,.0f}, ratio {self.ring_ratio:.4f}",
         ]
+        if self.moved or self.formula_moved:
+            parts.append(f"experts handed over {self.moved:,} bytes, formula {self.formula_moved:,.0f}")
         return "; ".join([*parts, *self.caveats])
 
 
@@ -109,6 +115,8 @@ def account(config: Config, metrics: RunMetrics, sizes: Sizes, source: str) -> S
     if not steps:
         return None
     rounds = steps / federation.fragments
+    turned = int(lines[-1].get("residency_round", 0))
+    turns = range(federation.rotate_every, turned + 1, federation.rotate_every) if federation.rotate_every else ()
     formula = {kind: rounds * round_bytes(config, sizes, federation.site, kind) for kind in ACCOUNTINGS}
     return SiteAccount(
         site=federation.site,
@@ -119,6 +127,8 @@ def account(config: Config, metrics: RunMetrics, sizes: Sizes, source: str) -> S
         payload=sum(line["outer_payload_bytes"] for line in lines),
         formula_payload=formula["payload"],
         formula_ring=formula["ring"],
+        moved=sum(line.get("moved_bytes", 0) for line in lines),
+        formula_moved=sum(rotation_bytes(config, sizes, turn, federation.site) for turn in turns),
         source=source,
         caveats=tuple(_caveats(config, lines)),
     )
@@ -141,8 +151,6 @@ def _caveats(config: Config, lines: Sequence[Mapping[str, Any]]) -> Iterator[str
         yield f"{lines[-1]['outer_failed']} rounds failed, whose bytes are counted"
     if len({line.get("attempt") for line in lines}) > 1:
         yield "the run was started again: what a rolled-back step moved is not counted, what brought a site up to date is"
-    if federation.policy == "rotating":
-        yield "experts that change hands are counted and not in the formula"
     if int(lines[-1]["outer_round"]) % federation.fragments:
         yield "fragments differ in size, and the last round is not whole"
 

@@ -44,6 +44,8 @@ class Word:
     """See `OuterStep.line`."""
     fragment: int | None = None
     """The part of the layers that is due; None: all of them."""
+    residency: int = 0
+    """Round of the residency plan that its experts are those of."""
     tokens: int = 0
     """Tokens that it has seen."""
     saved: Sequence[Saved] = field(default_factory=tuple)
@@ -91,6 +93,7 @@ def _fault(data: Any) -> str | None:
         "step": _count(data["step"]),
         "line": isinstance(data["line"], str),
         "fragment": data["fragment"] is None or _count(data["fragment"]),
+        "residency": _count(data["residency"]),
         "tokens": _count(data["tokens"]),
         "saved": isinstance(data["saved"], list) and all(map(_is_saved, data["saved"])),
         "waited": type(data["waited"]) in (int, float),

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from moe.membership import Meeting
 from train.config.schema import Config
@@ -12,6 +12,13 @@ _PATIENCE = 1.5
 """How long a vote waits for slower sites, as a multiple of the time since the step began."""
 _SLACK = 30.0
 """Seconds that a vote stays below the limits after which the other ranks of a site give up."""
+
+
+class Standing(Protocol):
+    """The training loop's progress, of which an outer step may move the step."""
+
+    step: int
+    tokens: int
 
 
 @dataclass(kw_only=True)

@@ -58,6 +58,11 @@ class Part:
         return int(self.progress.get("federation", {}).get("round", 0))
 
     @property
+    def residency(self) -> int:
+        """Round of the residency plan that its experts are those of: `round`, or an earlier one while experts wait to change hands."""
+        return int(self.progress.get("federation", {}).get("residency_round", 0))
+
+    @property
     def line(self) -> str:
         """Which outer steps they were (`OuterStep.line`)."""
         return str(self.progress.get("federation", {}).get("line", ""))
@@ -79,9 +84,13 @@ class Choice:
 
     def holders(self, layer: int, expert: int) -> list[Part]:
         """The checkpoints that an expert's mean is taken over: its holders' of the step, else the stale ones; [] when there is none."""
-        assert self.plan is not None
-        sites = self.plan.holders(expert, layer, self.parts[0].round)
-        return [part for part in self.parts if part.site in sites] or [part for part in self.stale if part.site in sites]
+        plan = self.plan
+        assert plan is not None
+        return next((having for parts in (self.parts, self.stale) if (having := [p for p in parts if _has(p, plan, layer, expert)])), [])
+
+
+def _has(part: Part, plan: ResidencyPlan, layer: int, expert: int) -> bool:
+    return part.site in plan.holders(expert, layer, part.residency)
 
 
 def choose(run: Path, config: Config, step: int | None = None, *, allow_stale: bool = False) -> Choice:

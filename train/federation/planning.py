@@ -51,7 +51,7 @@ def federation_plan(config: Config, sizes: Sizes, source: str) -> dict[str, Any]
         "site_parameters": parameters,
         "site_memory_model": [asdict(state_memory(count)) for count in parameters],
         "bytes_per_step": traffic(config, sizes),
-        "moved_per_rotation": rotation_bytes(plan, sizes, TRANSFER_BYTES[federation.transfer_dtype]),
+        "moved_per_rotation": rotation_bytes(config, sizes, federation.rotate_every or 0),
         "trade_offs": _trade_offs(config, sizes, num_experts),
         "projection_model": projection(sizes.total(num_experts) - sizes.dense, sizes.total(num_experts)),
     }
@@ -129,9 +129,17 @@ def round_bytes(config: Config, sizes: Sizes, site: int, accounting: Accounting,
     return moved(everywhere(plan), replace(sizes, router_row=none)) + moved(plan, replace(sizes, dense=0, expert=none))
 
 
-def rotation_bytes(plan: ResidencyPlan, sizes: Sizes, bytes_per_parameter: float) -> float:
-    """Bytes of the experts that change hands at the first rotation, all sites together; 0 for a plan that does not rotate."""
-    return moved_bytes(plan, sizes, plan.rotate_every, bytes_per_parameter=bytes_per_parameter) if plan.rotate_every else 0.0
+def rotation_bytes(config: Config, sizes: Sizes, round: int, site: int | None = None) -> float:
+    """Bytes of the experts that change hands before `round`, by formula, as `site` sends them or all sites together; 0 if none do.
+
+    In fp32 whatever the transfer type: of an expert the anchor, the outer momentum and Adam's two moments (in mode frozen, where every
+    site has the weights, the moments), and of its router row, where rows go to holders, anchor and momentum.
+    """
+    plan, sizes, _ = meeting(config, sizes)
+    outer = 4.0 * (1 + (config.federation.outer_momentum > 0))
+    expert = 2 * 4.0 + (outer if config.moe.mode != "frozen" else 0.0)
+    row = outer if config.federation.router_rows == "holders" else 0.0
+    return moved_bytes(plan, sizes, round, bytes_per_parameter=expert, row_bytes_per_parameter=row, site=site)
 
 
 def _trade_offs(config: Config, sizes: Sizes, num_experts: int) -> list[dict[str, Any]]:

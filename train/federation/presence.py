@@ -26,7 +26,10 @@ class Presence:
         self._tokens = 0
         self._happened = False
         self._round = self._failures = 0
-        self._logged = [0, 0, 0]
+        self._logged = [0] * 6
+        self._rotates = config.federation.policy == "rotating"
+        self._residency = 0
+        self._came = self._went = 0
         self._reason = ""
 
     def say(self, line: str) -> None:
@@ -81,16 +84,43 @@ class Presence:
             self.say(f"federation: step {step}: no site that is there holds expert {named}{more}: frozen until one is back")
         self._orphans = orphans
 
-    def figures(self, moved: tuple[int, int, int] | None) -> dict[str, Any]:
-        """Figures since the last line; {} without an outer step. `moved`: this sender's bytes sent, received and as payload, so far."""
+    def turned(self, changes: Sequence[tuple[int, list[int], list[int]]] | None, residency: int, step: int) -> None:
+        """Experts changed hands at this site: (block, those that came, those that went) of `changes`; None: they did not, though due.
+
+        `residency`: the round of the plan that is in force.
+        """
+        self._happened, self._residency, why, self._reason = True, residency, self._reason or "not all sites had what they need", ""
+        if changes is None:
+            self.say(f"federation: step {step}: no experts changed hands ({why}); that is tried again after the next outer step")
+            return
+        self._came += sum(len(came) for _, came, _ in changes)
+        self._went += sum(len(went) for _, _, went in changes)
+        parts = [f"block {layer}: {_numbers(came)} came, {_numbers(went)} went" for layer, came, went in changes[:_NAMED]]
+        more = [f"{len(changes) - _NAMED} more blocks"] if len(changes) > _NAMED else []
+        self.say(f"federation: step {step}: experts changed hands; {'; '.join([*parts, *more]) or 'none at this site'}")
+
+    def figures(self, moved: tuple[int, int, int] | None, handed: tuple[int, int, int] = (0, 0, 0)) -> dict[str, Any]:
+        """Figures since the last line; {} without an outer step. `moved`: this sender's bytes sent, received and as payload, so far;
+        `handed`: those of them that were experts which changed hands."""
         if not self._happened:
             return {}
         self._happened = False
-        totals = torch.tensor(moved or (0, 0, 0), dtype=torch.int64, device=self._ranks.device)
+        steps = [whole - part for whole, part in zip(moved or (0, 0, 0), handed, strict=True)]
+        totals = torch.tensor([*steps, *handed], dtype=torch.int64, device=self._ranks.device)
         dist.all_reduce(totals)
         now = totals.tolist()
-        sent, received, payload = (new - old for new, old in zip(now, self._logged, strict=True))
+        sent, received, payload, handed_sent, handed_received, _ = (new - old for new, old in zip(now, self._logged, strict=True))
         self._logged = now
+        rotation: dict[str, Any] = {}
+        if self._rotates:
+            rotation = {
+                "moved_bytes": handed_sent,
+                "moved_bytes_received": handed_received,
+                "experts_came": self._came,
+                "experts_went": self._went,
+                "residency_round": self._residency,
+            }
+            self._came = self._went = 0
         return {
             "outer_bytes": sent,
             "outer_bytes_received": received,
@@ -100,7 +130,12 @@ class Presence:
             "sites_present": self._members,
             "experts_orphaned": len(self._orphans),
             "tokens_all_sites": self._tokens,
+            **rotation,
         }
+
+
+def _numbers(experts: Sequence[int]) -> str:
+    return ", ".join(map(str, experts)) or "none"
 
 
 def _sites(numbers: Iterable[int]) -> str:

@@ -11,17 +11,15 @@ Created only when `federation.sites` is over 1. Every method is collective in th
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from moe.exchange import MeetingExchange
 from moe.membership import Meeting, Membership
 from moe.outer import CatchUp, Commit, OuterReport, OuterStep
-from moe.outer_names import partition
 from train.config.schema import Config
 from train.data.dataset import Batch
-from train.engine.masters import masters, publish
 from train.engine.parallel import Ranks
 from train.federation.agreement import (
     Phase,
@@ -35,13 +33,15 @@ from train.federation.agreement import (
     place,
     words_of,
 )
-from train.federation.landing import Landing
+from train.federation.landing import Landing, Standing
 from train.federation.meetings import Meetings, own_address
 from train.federation.parameters import SiteParameters
+from train.federation.placement import Placement
 from train.federation.presence import Presence
 from train.federation.probe import router_probe
 from train.federation.residency import residency_plan
 from train.federation.state import OuterKeeper, saved_in
+from train.federation.turning import Turning
 from train.federation.voting import Voting
 from train.federation.weights import Seen
 from train.watchdog import Watchdog
@@ -53,13 +53,6 @@ _PAUSE = 0.5
 """Seconds between two meetings of sites that start and wait for the rest."""
 _PARTING = 10.0
 """How long a site that was asked to stop waits for the others at an outer step, in seconds."""
-
-
-class Standing(Protocol):
-    """The training loop's progress, of which an outer step may move the step."""
-
-    step: int
-    tokens: int
 
 
 class Federation:
@@ -94,10 +87,7 @@ class Federation:
             )
         self._presence = Presence(config, ranks)
         self._meetings = Meetings(membership, federation.endpoint, federation.quorum or self.sites, ranks, self._presence.say)
-        # In mode frozen every site has every expert: all take them over from those that train them.
-        self._parameters = SiteParameters(
-            masters(chunks, optimizer), lambda: publish(chunks, optimizer), ranks, experts_at_all=config.moe.mode == "frozen"
-        )
+        self._placement = Placement(config, plan, chunks, optimizer, ranks)
         self._seen = Seen(config, plan, chunks)
         self._outer: OuterStep | None = None
         self._exchange: MeetingExchange | None = None
@@ -123,9 +113,10 @@ class Federation:
         self._voting = Voting(self._meetings, self._presence, self._outer, self._exchange)
         sends, address = self._exchange is not None, own_address(federation.endpoint)
         self._probe = router_probe(config, ranks, chunks, probe, sends, address, self._presence.say)
-        self._parameters.divide(partition(self._parameters.named, plan, federation.fragments))
+        self._turning = Turning(self._placement, self._meetings, self._voting, self._presence, self._outer, self._exchange, self.sites)
         self.keeper = OuterKeeper(config, plan, self._outer, self._parameters.named, self._parameters.coordinate)
         """The outer state, for `train.engine.checkpoint`."""
+        self.keeper.take_residency = self._turning.take_residency
         self._round, self._line = 0, ""
         self._agreed = fingerprints(config)
         self._landing: Landing | None = None
@@ -133,6 +124,15 @@ class Federation:
         self._met = time.monotonic()
         self._owed = False
         """Whether an outer step was given up because this site was asked to stop."""
+
+    @property
+    def _parameters(self) -> SiteParameters:
+        return self._placement.parameters
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether experts came that no checkpoint has at this site yet: of an expert with one holder there is no other copy."""
+        return self._turning.unsaved
 
     def start(self, standing: Standing) -> int | None:
         """Meet the other sites at the start of this process. Returns the step of the checkpoint to load instead of the present one.
@@ -164,7 +164,9 @@ class Federation:
                 word = self._word("ready", standing)
                 meeting = self._meetings.meet_at_start(self._round, word, lambda: self._at("waiting for the other sites", standing))
             self._presence.seen(meeting, standing.step)
-            take = self._round_of if action(self._told(meeting)) == "round" else self._catch_up
+            words = self._told(meeting)
+            self._turning.follow(meeting, words, self.site)
+            take = self._round_of if action(words) == "round" else self._catch_up
             if take(meeting, standing):
                 break
         self._met = time.monotonic()
@@ -206,6 +208,7 @@ class Federation:
                 self._owed = stopping
             else:
                 self._presence.seen(meeting, standing.step)
+                self._turning.refuse_missed(meeting, words_of(meeting), self.site)
                 self._round_of(meeting, standing)
             if self._landing is not None and standing.step >= steps:
                 self._land(standing)
@@ -218,7 +221,7 @@ class Federation:
         """What the outer steps since the last line moved and who took part; {} when there was none."""
         exchange = self._exchange
         moved = (exchange.bytes_sent, exchange.bytes_received, exchange.payload_bytes) if exchange is not None else None
-        return self._presence.figures(moved) | self._probe.figures()
+        return self._presence.figures(moved, self._turning.moved) | self._probe.figures()
 
     def save(self, standing: Standing) -> dict[str, Any]:
         """Hold the state for a checkpoint (`keeper`), after the vote on a step in flight; returns its part of the manifest."""
@@ -231,9 +234,10 @@ class Federation:
             if not ok:
                 self._presence.failed("not all sites had what they need", standing.step)
                 self._landing = None
-        seen = self._seen.state_dict()
+        seen, self._turning.unsaved = self._seen.state_dict(), False
         return {
             "round": self._round,
+            "residency_round": self._placement.round,
             "line": self._line,
             "landing": None if self._landing is None else self._landing.stored(),
             "owed": self._owed,
@@ -261,7 +265,10 @@ class Federation:
             self._exchange.close()
 
     def _word(self, phase: Phase, standing: Standing, **more: Any) -> Word:
-        return Word(phase=phase, step=standing.step, line=self._line, tokens=standing.tokens, config=self._agreed, **more)
+        residency = self._placement.round
+        return Word(
+            phase=phase, step=standing.step, line=self._line, residency=residency, tokens=standing.tokens, config=self._agreed, **more
+        )
 
     def _told(self, meeting: Meeting) -> dict[int, Word]:
         """What the members said. Raises Hopeless, on all ranks, when they train with different configurations."""
@@ -289,7 +296,7 @@ class Federation:
         self._probe.before(meeting)
         self._at("weights to the site's senders", standing)
         self._parameters.pull(None if behind else fragment)  # a site that is behind takes over all
-        weights = self._seen.weights(fragment, self._parameters.named, self._parameters.experts)
+        weights = self._seen.weights(fragment, self._parameters.named, self._parameters.experts, self._placement.round)
         overlap = self._config.federation.overlap_steps
         if overlap:
             begun = self._voting.connect(meeting)
@@ -310,6 +317,9 @@ class Federation:
             return False
         self._new_weights(report, fragment, behind, standing)
         self._move(standing, step)
+        self._at("experts that change hands", standing)
+        if self._turning.after_step(meeting, self._round, standing.step):
+            self._adopt_line()
         return True
 
     def _drop(self) -> None:
@@ -363,11 +373,10 @@ class Federation:
         self._parameters.push(None if behind else fragment)
         if behind:
             self._seen.restart()
+            self._placement.awaited = []
         else:
             self._seen.mark(fragment)
-        facts: list[Any] = [{"round": self._outer.round, "line": self._outer.line} if self._outer is not None else {}]
-        dist.broadcast_object_list(facts)  # rank 0 sends for the first coordinate
-        self._round, self._line = facts[0]["round"], facts[0]["line"]
+        self._adopt_line()
         stayed = list(report.stayed) if behind and report is not None else []
         gathered: list[Any] = [None] * self._ranks.world
         if behind:
@@ -377,6 +386,11 @@ class Federation:
         if stepped:
             self._at("probe of the routers", standing)
             self._probe.after()
+
+    def _adopt_line(self) -> None:
+        facts: list[Any] = [{"round": self._outer.round, "line": self._outer.line} if self._outer is not None else {}]
+        dist.broadcast_object_list(facts)  # rank 0 sends for the first coordinate
+        self._round, self._line = facts[0]["round"], facts[0]["line"]
 
     def _move(self, standing: Standing, step: int) -> None:
         if step > standing.step:

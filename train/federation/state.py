@@ -4,7 +4,7 @@ Tensors by name (`outer.anchor.<name>`, `outer.velocity.<name>`, and of a delaye
 the like) lie beside the model's; the rest is JSON in the checkpoint's `progress`, under `federation`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class OuterKeeper:
         coordinate: tuple[int, int] = (0, 0),
     ) -> None:
         self._config, self._plan, self._outer, self._named = config, plan, outer, named
+        self.take_residency: Callable[[int], Mapping[str, Named]] = lambda _: self._named
+        """Has the site's slots stand for the experts of a round, and answers with the names of this rank's parameters (collective)."""
         # A coordinate divides its names into fragments by itself: slices of one parameter may travel at different times.
         self._suffix = "@{}.{}".format(*coordinate) if config.federation.fragments > 1 else ""
         self._tensors: dict[str, dict[str, Tensor]] = {}
@@ -79,10 +81,12 @@ class OuterKeeper:
         self._tensors = {}
 
     def expect(self, path: Path, stored: Mapping[str, Any] | None) -> None:
-        """Get ready to load the checkpoint `path`, whose manifest has `stored`. Raises ValueError, naming the keys, when it is not ours."""
+        """Get ready to load the checkpoint `path`, whose manifest has `stored` (collective). Raises ValueError, naming the keys, when it
+        is not ours."""
         if stored is None:
             raise ValueError(f"checkpoint {path}: it belongs to a run of one site, not to one of several; start a new run")
         _compare(path, stored, self.about())
+        self._named = self.take_residency(int(stored.get("residency_round", 0)))
         if self._outer is None:
             return
         self._json = dict(stored["outer"])

@@ -44,10 +44,12 @@ class Seen:
         """A local step of the site with so many tokens."""
         self._now = _Counts(self._now.tokens + tokens, self._now.experts)
 
-    def weights(self, fragment: int | None, names: Iterable[str], experts: Mapping[str, tuple[int, int]]) -> dict[str, float] | None:
+    def weights(
+        self, fragment: int | None, names: Iterable[str], experts: Mapping[str, tuple[int, int]], residency: int = 0
+    ) -> dict[str, float] | None:
         """The weight of each of `names`, of which `experts` are parts of (block, expert); None when sites count alike (collective).
 
-        To be called at the beginning of an outer step of `fragment` (None: of everything).
+        To be called at the beginning of an outer step of `fragment` (None: of everything); `residency` is the round of the plan in force.
         """
         self._collect()
         self._begun[str(fragment)] = self._now
@@ -58,7 +60,7 @@ class Seen:
         for name, (layer, expert) in experts.items():
             if self._by_tokens:
                 weights[name] = float(self._now.of(layer, expert) - since.of(layer, expert))
-            if self._frozen and self._plan is not None and self._site not in self._plan.holders(expert, layer):
+            if self._frozen and self._plan is not None and self._site not in self._plan.holders(expert, layer, residency):
                 weights[name] = 0.0
         return weights
 

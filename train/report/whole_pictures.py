@@ -77,7 +77,8 @@ def load_picture(metrics: Mapping[int, RunMetrics], plan: ResidencyPlan | None, 
     axes = drawn.add_subplot()
     image = axes.imshow(table, cmap="Blues", vmin=0.0, vmax=max(2.0, float(table.max())), aspect="auto")
     for row, (layer, site) in enumerate(shown):
-        held = plan.resident(site, layer) if plan is not None else range(table.shape[1])
+        turned = next((int(line["residency_round"]) for line in reversed(metrics[site].training) if "residency_round" in line), 0)
+        held = plan.resident(site, layer, turned) if plan is not None else range(table.shape[1])
         for expert in held:
             frame = Rectangle((expert - 0.46, row - 0.44), 0.92, 0.88, fill=False, edgecolor=VERMILLION, linewidth=1.6)
             axes.add_patch(frame)
