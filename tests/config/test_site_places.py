@@ -56,6 +56,19 @@ def test_each_site_has_its_place_in_one_run() -> None:
     }
 
 
+def test_a_site_comes_while_another_one_is_making_the_run() -> None:
+    run = Path("runs/x")
+    run.mkdir(parents=True)
+    for name in (".lock", ".turn", "plan.json"):
+        (run / name).touch()
+    check_place(site(1))
+    with pytest.raises(ConfigError, match="the folder is not empty and holds no run"):
+        check_place(named(compose([*SITES[:1], "run.name=x"])))
+    (run / "letters.txt").touch()
+    with pytest.raises(ConfigError, match="the folder is not empty and holds no run"):
+        check_place(site(1))
+
+
 @pytest.mark.parametrize(
     ("config", "line"),
     [

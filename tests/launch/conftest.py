@@ -98,12 +98,12 @@ def cli(tmp_path: Path) -> Callable[[Sequence[str]], "subprocess.CompletedProces
 
 @pytest.fixture
 def wait_for() -> Callable[[Callable[[], bool], str], None]:
-    """`wait_for(condition, what)` polls for up to 60 seconds."""
+    """`wait_for(condition, what)` polls for up to 150 seconds: on a busy machine two launchers take a minute to start."""
 
     def wait(condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 150.0
         while not condition():
-            assert time.monotonic() < deadline, f"waited 60 s for {what}"
+            assert time.monotonic() < deadline, f"waited 150 s for {what}"
             time.sleep(0.05)
 
     return wait

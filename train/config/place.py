@@ -111,7 +111,7 @@ def check_place(config: Config) -> None:
 
 def _made_by_another_site(config: Config, entry: Path) -> bool:
     """Whether an entry of the run's directory may be there before its `config.yaml` is, as another site is just claiming it."""
-    return config.federation.site is not None and entry.name.startswith(".")
+    return config.federation.site is not None and (entry.name.startswith(".") or entry.name == PLAN_FILE)
 
 
 def _taken(key: str, value: object, run_dir: Path) -> ConfigError:
