@@ -52,7 +52,7 @@ def test_all_experts_everywhere_is_diloco_and_missing_arms_are_named(tmp_path: P
     assert (by_arm["r4"]["merged"], by_arm["r4"]["sliced"]) == (by_arm["diloco"]["merged"], by_arm["diloco"]["sliced"])
     assert by_arm["r2"]["merged"] != by_arm["diloco"]["merged"] and by_arm["r2"]["history"][-1]["skip_rate"] > 0.2
     assert abs(by_arm["frozen"]["merged"] - by_arm["frozen"]["sliced"]) < 0.01, "the sites differ in router rows alone"
-    assert "missing: ddp, r1, kept, mask" in said
+    assert "missing: ddp, r1, r1_rows, r2_rows, kept, mask" in said
     for record in records:
         assert record["commit"] and [line["step"] for line in record["history"]] == [16, 32, 48]
 
