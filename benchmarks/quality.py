@@ -200,7 +200,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
 
     last = json.dumps(records[-1]["settings"], sort_keys=True)
     here = {record["arm"]: record for record in records if json.dumps(record["settings"], sort_keys=True) == last}
-    colours = dict(zip(ARMS, (BLACK, BLUE, VERMILLION, ORANGE, GREY, PURPLE, "#009E73", "#56B4E9"), strict=True))
+    colours = dict(zip(ARMS, (BLACK, BLUE, VERMILLION, ORANGE, GREY, PURPLE, "#009E73", "#56B4E9", "#8C564B", "#E5C100"), strict=True))
     drawn = figure(12.0, 7.0)
     panels = drawn.subplots(2, 2)
     before_after = (("agreement_before", "-"), ("agreement_after", ":"))
