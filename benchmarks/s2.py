@@ -78,16 +78,10 @@ def ours(pattern: S2Pattern, backend: str, q: torch.Tensor, k: torch.Tensor, v: 
     return out
 
 
-@functools.lru_cache(maxsize=1)
-def dkernel(pattern: S2Pattern, length: int) -> Callable[..., Any] | None:
-    """DKernel's attention with the pattern, or None where it is not installed or has no such pattern."""
-    try:
-        from dkernel import LocalStrideSparseAttention
-    except ImportError as problem:
-        print(f"dkernel: not measured ({problem})")
-        return None
-    if pattern.is_dense:
-        return None
+def dkernel(pattern: S2Pattern, length: int) -> Callable[..., Any]:
+    """DKernel's attention with a pattern that is not dense; ImportError where it is not installed."""
+    from dkernel import LocalStrideSparseAttention
+
     sizes = (pattern.num_heads, length, pattern.block_size, pattern.local_blocks, pattern.stride)
     module = LocalStrideSparseAttention(*sizes, num_kv_heads=pattern.num_kv_heads, seq_dim=1).to("cuda")
 
@@ -96,6 +90,21 @@ def dkernel(pattern: S2Pattern, length: int) -> Callable[..., Any] | None:
         return out[0] if isinstance(out, tuple) else out
 
     return attend
+
+
+@functools.cache
+def dkernel_serves(pattern: S2Pattern) -> bool:
+    """Whether DKernel can be measured with a pattern: it is installed, and its result is right; says why not."""
+    if pattern.is_dense:
+        return False
+    try:
+        right = is_right(pattern, "dkernel", dkernel(pattern, 2048), 2048)
+    except Exception as problem:  # a peer may fail in any way; the others still count
+        print(f"dkernel: not measured ({type(problem).__name__}: {str(problem)[:100]})", flush=True)
+        return False
+    if not right:
+        print("dkernel: the result is wrong, no speed is printed", flush=True)
+    return right
 
 
 def peer(kind: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -129,11 +138,8 @@ def rows_of(name: str, length: int, backward: bool, peers: list[str], dense: dic
     calls: dict[str, Callable[..., Any]] = {"ours": functools.partial(s2_attention, pattern=pattern, backend="triton")}
     if "flex" in peers and length <= 32768:
         calls["flex"] = functools.partial(s2_attention, pattern=pattern, backend="flex")
-    if "dkernel" in peers and (attend := dkernel(pattern, length)) is not None:
-        if is_right(pattern, "dkernel", dkernel(pattern, 2048) or attend, 2048):
-            calls["dkernel"] = attend
-        else:
-            print(f"{name}: dkernel's result is wrong here, its speed is not printed")
+    if "dkernel" in peers and dkernel_serves(pattern):
+        calls["dkernel"] = dkernel(pattern, length)
     if pattern.group > 1:
         repeated = S2Pattern(**(SHAPES[name] | {"per": "q_head", "num_kv_heads": pattern.num_heads}))
         calls["ours, repeated KV"] = functools.partial(s2_attention, pattern=repeated, backend="triton")

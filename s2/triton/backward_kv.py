@@ -162,6 +162,23 @@ def stripe_kernel(  # type: ignore[no-untyped-def]
     tl.store(part_dv_ptr + place * DV + n[:, None] * DV + dv[None, :], d_v, mask=seen[:, None] & (dv < DV)[None, :])
 
 
+@triton.jit
+def _window_tiles(tile, queries, keys, r, B: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Queries whose window holds keys of a tile, `low` to `end` - 1 in `count` tiles of BM: (low, end, count, diagonals, plain).
+
+    The first `diagonals` tiles are masked, then come `plain` whole ones, then those that some keys' window, or the rows, have left.
+    """
+    shift = keys - queries
+    last_block = (tl.minimum(tile * BN + BN, keys) - 1) // B
+    low = tl.maximum(tile * BN - shift, 0)
+    end = tl.where(r < 0, keys, tl.minimum(keys, (last_block + L) * B))
+    whole_end = tl.where(r < 0, keys, tl.minimum(end, ((tile * BN) // B + L) * B))
+    end, whole_end = tl.maximum(end - shift, low), tl.maximum(whole_end - shift, low)
+    count = tl.cdiv(end - low, BM)
+    diagonals = tl.minimum(tl.cdiv(tl.maximum(tile * BN + BN - 1 - shift - low, 0), BM), count)
+    return low, end, count, diagonals, tl.maximum((whole_end - low) // BM - diagonals, 0)
+
+
 @triton.jit(do_not_specialize=["tiles", "documents", "q_len", "k_len", "partial_rows"])
 def window_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, g_ptr, q_tile, g_tile, lse_ptr, delta_ptr, part_dk_ptr, part_dv_ptr, dk_ptr, dv_ptr, residue_ptr, cu_q, cu_k,
@@ -196,21 +213,12 @@ def window_kernel(  # type: ignore[no-untyped-def]
     r = tl.load(residue_ptr + head)
     local = tl.where(r < 0, DENSE_LOCAL, L)
     shift = keys - queries
-    last_block = (tl.minimum(tile * BN + BN, keys) - 1) // B
-    low = tl.maximum(tile * BN - shift, 0)
-    end = tl.where(r < 0, keys, tl.minimum(keys, (last_block + L) * B))
-    whole_end = tl.where(r < 0, keys, tl.minimum(end, ((tile * BN) // B + L) * B))
-    end, whole_end = tl.maximum(end - shift, low), tl.maximum(whole_end - shift, low)
-    # Tiles of queries: `diagonals` masked ones, whole ones up to `plain_end`, then those that some keys' window, or the rows, have left.
-    count = tl.cdiv(end - low, BM)
-    diagonals = tl.minimum(tl.cdiv(tl.maximum(tile * BN + BN - 1 - shift - low, 0), BM), count)
-    plain_end = (whole_end - low) // BM
+    low, end, count, diagonals, plain = _window_tiles(tile, queries, keys, r, B, L, BM, BN)
     beyond = past_the_end(low, count, queries, BM, TAIL)
     inner = count - beyond
     heads = units_per_batch * HEADS
     d_k, d_v = tl.zeros([BN, BDK], tl.float32), tl.zeros([BN, BDV], tl.float32)
     # Masked tiles and plain ones have loops of their own: in one loop the products of every tile wait for the branch.
-    plain = tl.maximum(plain_end - diagonals, 0)
     edge = inner - plain
     for t in range(HEADS * edge):
         u = t % edge
