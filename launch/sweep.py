@@ -11,7 +11,6 @@ named, and the exit code is 1 at the end.
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +30,7 @@ from launch.sites import REAL, Programs, run_claimed
 from train.config.check import check
 from train.config.compose import HYDRA_VERSION_BASE, compose, from_container, register_defaults, validate_overrides
 from train.config.errors import ConfigError
-from train.config.place import RUNS_DIR, check_place, named, read_status, site_dirs
+from train.config.place import RUNS_DIR, check_place, made_up_name, named, read_status, site_dirs
 from train.config.plan import make_plan
 from train.config.schema import Config
 from train.engine.layout import processes_of_host, processes_of_site
@@ -111,11 +110,7 @@ def _sweep_name(overrides: Sequence[str]) -> tuple[str, list[str]]:
     names = [text.partition("=")[2] for text in overrides if text.startswith("run.name=")]
     if names:
         return names[-1].replace(",", "-"), []
-    base = time.strftime("sweep-%Y%m%d-%H%M%S")
-    name, count = base, 1
-    while Path(RUNS_DIR, name).exists():
-        count += 1
-        name = f"{base}-{count}"
+    name = made_up_name("sweep")
     return name, [f"run.name={name}"]
 
 

@@ -255,3 +255,22 @@ def test_a_server_that_only_dies_is_given_up(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "logs/meeting.log").read_text() == "no room\n" * 2
     assert not point.needed()
     point.close()
+
+
+def test_runs_that_start_in_one_second_get_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda _: "20261206-092110")
+    drawn = iter(["00aa", "00aa", "00ab", "00ab", "00ac"])
+    monkeypatch.setattr("secrets.token_hex", lambda _: next(drawn))
+    first, second = (named(compose([])) for _ in range(2))
+    assert first.run.dir == second.run.dir == "runs/run-20261206-092110-00aa"  # chance may repeat: then the directory is another's
+    claim(first, {})
+    with pytest.raises(ConfigError, match="is used by another run"):
+        claim(second, {})
+    third = named(compose([]))
+    claim(third, {})
+    assert third.run.name == "run-20261206-092110-00ab"
+    assert named(compose([])).run.name == "run-20261206-092110-00ac"
+
+
+def test_names_made_up_at_once_differ() -> None:
+    assert len({named(compose([])).run.name for _ in range(20)}) > 15

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import socket
 import tempfile
 import time
@@ -57,7 +58,7 @@ def run_of(place: Path) -> Path:
 
 
 def named(config: Config) -> Config:
-    """Return `config` with `run.name` and `run.dir` filled in; a name is made up from the date and the time when none is given."""
+    """Return `config` with `run.name` and `run.dir` filled in; a name is made up when none is given."""
     if config.resume is not None:
         return config
     run = config.run
@@ -70,12 +71,16 @@ def named(config: Config) -> Config:
     if config.federation.site is not None:
         rule = "sites that are started one by one belong to one run by its name"
         raise ConfigError("run.name", None, rule, "give every site the same run.name")
-    base = time.strftime("run-%Y%m%d-%H%M%S")
-    name, count = base, 1
-    while Path(RUNS_DIR, name).exists():
-        count += 1
-        name = f"{base}-{count}"
+    name = made_up_name("run")
     return replace(config, run=replace(run, name=name, dir=f"{RUNS_DIR}/{name}"))
+
+
+def made_up_name(kind: str) -> str:
+    """A name from date, time and chance, `run-20261206-092110-3fa2`: what starts in one second, here or on other hosts, differs."""
+    while True:
+        name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if not Path(RUNS_DIR, name).exists():
+            return name
 
 
 def _check_name(name: str) -> None:

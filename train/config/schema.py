@@ -21,7 +21,7 @@ class RunConfig:
     """The run's name and place."""
 
     name: str | None = None
-    """Name of the run; null: made up from the date and the time."""
+    """Name of the run; null: made up from the date, the time and chance."""
     dir: str | None = None
     """The run's directory; null: `runs/<name>`."""
 
