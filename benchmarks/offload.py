@@ -1,6 +1,6 @@
 """What it costs to keep the optimiser's states on the host: a training step with each mode, core's hybrid optimiser and torchao's.
 
-    python -m benchmarks.offload --budget 540 --out offload.json        # 0.8 B parameters; 4096, 16384 and 65536 tokens a step
+    python -m benchmarks.offload --budget 540 --out offload.json        # 1.4 B parameters; 4096, 16384 and 65536 tokens a step
     python -m benchmarks.offload --largest none stream cpu_step --modes --budget 540 --out largest.json
 
 Each mode trains the same model on the same random tokens, one process after another (`benchmarks/offload_row.py`). `over none` is what a

@@ -41,9 +41,9 @@ HYBRID = {
 }
 """Core's flags: everything on the host, its overlap and its pinning on. It needs the distributed optimiser, and parameters on a GPU."""
 MODEL: dict[str, Any] = {
-    "layers": 12, "width": 2048, "ffn_width": 5632, "heads": 16, "vocabulary": 32768, "seq": 4096, "precision": "bf16", "recompute": "none",
+    "layers": 24, "width": 2048, "ffn_width": 5632, "heads": 16, "vocabulary": 32768, "seq": 4096, "precision": "bf16", "recompute": "none",
 }  # fmt: skip
-"""The model unless the command line says otherwise: 0.8 B parameters."""
+"""The model unless the command line says otherwise: 1.4 B parameters."""
 ROWS = 4
 GIB = 2**30
 
@@ -138,8 +138,8 @@ def torchao_stepper(config: Config, ranks: Any, chunks: list[Any], tokens: int, 
 
 def measure_mode(request: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
     """Build one mode and measure a step at each number of tokens."""
+    from benchmarks.quick_model import build_model
     from train.engine import parallel
-    from train.engine.build import build_model
     from train.engine.offload import exposed_seconds
 
     mode = request["mode"]
@@ -199,6 +199,7 @@ def _planned(optimizer: Any) -> dict[str, int] | None:
 
 def try_size(request: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
     """Three steps of a model of `layers`, or a record of why not."""
+    from benchmarks.quick_model import build_model
     from train.engine import build, parallel
 
     config = configuration(request, request["layers"])
@@ -206,12 +207,8 @@ def try_size(request: dict[str, Any], write: Callable[[dict[str, Any]], None]) -
     record: dict[str, Any] = {"mode": request["mode"], "layers": request["layers"], "fraction": request["fraction"], "runs": False}
     started = time.perf_counter()
     ranks = parallel.build_ranks(config, parallel.init_process_group(config.train.timeout))
-    build.initialize = lambda *given: None  # drawn below, on the device: the real draw takes minutes for such sizes
     try:
-        chunks = build.build_model(config, ranks)
-        with torch.no_grad():
-            for parameter in (parameter for chunk in chunks for parameter in chunk.parameters() if parameter.dim() > 1):
-                parameter.normal_(0.0, 0.006)
+        chunks = build_model(config, ranks)
         optimizer = build.build_optimizer(config, ranks, chunks)
         record["parameters"] = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         record["build_seconds"] = time.perf_counter() - started

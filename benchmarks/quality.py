@@ -1,9 +1,10 @@
 """What partitioned experts cost in loss, at equal tokens: DDP, DiLoCo, and sites that hold 1, 2 or all 4 of every 4 experts' copies.
 
     python -m benchmarks.quality --results quality.json --figure quality.png     # 20 M parameters, 20 M tokens an arm, one GPU
+    python -m benchmarks.quality --jobs 10 --results quality.json                # all arms at once: none of them fills a GPU
     python -m benchmarks.quality --toy --arms ddp r2                             # minutes on a CPU: does it run at all
 
-M = 4 sites, H = 32 local steps, E = 8 experts, top-2, on the Python standard library's bytes. One process: in each round the sites
+M = 4 sites, H = 32 local steps, E = 8 experts, top-2, on the Python standard library's bytes. One process an arm: in each round the sites
 train one after the other and then meet as threads, so that there is nothing to launch and nothing but the algorithm differs between
 arms. Every arm has the same initial weights, the same rows in every step (each site its share of them), the same learning rates and
 as many tokens.
@@ -19,16 +20,20 @@ as many tokens.
 | frozen | r2, all experts at every site, foreign ones not trained there |
 
 `merged` is the validation loss of the model with every expert, `sliced` the mean over the sites of each one's own, in its mode: their
-difference is what skipping costs at use. Results append to a JSON file with commit, seed and settings; the table names arms that a
-setting lacks. Beside the losses: entropy of the load, skip rate, agreement of the routers before and after each outer step, drift.
+difference is what skipping costs at use; during the run over a quarter of the validation rows, at its end over all of them. Results
+append to a JSON file with commit, seed and settings; the table names arms that a setting lacks. Beside the losses: entropy of the load,
+skip rate, agreement of the routers before and after each outer step, drift.
 """
 
 import argparse
 import json
 import math
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +80,8 @@ ARMS = {
     "mask": Arm(4, 2, "mask"),
     "frozen": Arm(4, 2, "frozen"),
 }
+SHARED = ("tokens", "rows", "lr", "outer_lr", "outer_momentum", "sync_every", "seed")
+"""Options that all arms take over."""
 FULL = Size(layers=6, width=256, heads=8, inner=512)
 TOY = Size(layers=2, width=32, heads=2, inner=32, seq_len=64)
 
@@ -125,9 +132,10 @@ def run_arm(arm: Arm, size: Size, settings: dict[str, Any], data: Data, device: 
             line = {"step": first + len(batches), **counted(sites), **(outer(sites, hub, data.probe, pool) if arm.sites > 1 else {})}
             merged = merge(whole, sites, plan, size, device)
             everything = [range(size.experts)] * size.layers
+            shown = data.validation if line["step"] == steps else data.validation[: max(1, len(data.validation) // 4)]
             with torch.no_grad():
-                line["merged"] = mean_loss(merged, data.validation, everything, "full", "full")
-            line["sliced"] = sum(site.loss(data.validation) for site in sites) / len(sites)
+                line["merged"] = mean_loss(merged, shown, everything, "full", "full")
+            line["sliced"] = sum(site.loss(shown) for site in sites) / len(sites)
             history.append(line)
             print(
                 f"    step {line['step']:5d} train {line['train']:.4f} merged {line['merged']:.4f} sliced {line['sliced']:.4f}", flush=True
@@ -220,6 +228,28 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     save(drawn, path)
 
 
+def side_by_side(arms: Sequence[str], jobs: int, given: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Train each arm in a process of its own, `jobs` at a time, with the same command line; records as they come."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def one(name: str) -> list[dict[str, Any]]:
+            path = Path(folder, f"{name}.json")
+            command = [sys.executable, "-m", "benchmarks.quality", *given, "--arms", name, "--jobs", "1", "--results", str(path)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+                assert child.stdout is not None
+                line = ""
+                for line in child.stdout:
+                    if line.startswith("    step"):
+                        print(f"{name:8}{line.rstrip()}", flush=True)
+            if child.returncode:
+                print(f"{name:8} failed with exit code {child.returncode}: {line.rstrip()}", flush=True)
+            return json.loads(path.read_text()) if path.is_file() else []
+
+        with ThreadPoolExecutor(jobs) as pool:
+            for done in as_completed([pool.submit(one, name) for name in arms]):
+                yield from done.result()
+
+
 def append(path: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
     """Add one record to the list in `path`; returns all."""
     records = json.loads(path.read_text()) if path.is_file() else []
@@ -242,9 +272,17 @@ def main() -> None:
     parser.add_argument("--outer-momentum", type=float, default=0.9)
     parser.add_argument("--sync-every", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--jobs", type=int, default=1, help="arms that train at the same time, each in a process of its own")
     parser.add_argument("--results", type=Path, help="JSON file that the results are appended to")
     parser.add_argument("--figure", type=Path)
     arguments = parser.parse_args()
+    records: list[dict[str, Any]] = []
+    if arguments.jobs > 1:
+        given = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in SHARED if getattr(arguments, name) is not None]
+        for record in side_by_side(arguments.arms, arguments.jobs, [*given, *(["--toy"] if arguments.toy else [])]):
+            records = append(arguments.results, record) if arguments.results is not None else [*records, record]
+        finish(records, arguments.figure)
+        return
     torch.backends.cuda.matmul.allow_tf32 = True
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size, rows = (TOY, min(arguments.rows, 16)) if arguments.toy else (FULL, arguments.rows)
@@ -258,15 +296,19 @@ def main() -> None:
         "parameters": sum(p.numel() for p in whole_model(size, 0).parameters()), "device": origin["device"], "torch": origin["torch"],
     }  # fmt: skip
     data = Data(size, rows, arguments.seed, device, validation=4 if arguments.toy else 8)
-    records: list[dict[str, Any]] = []
     for name in arguments.arms:
         print(f"{name}: {steps} steps of {rows} rows", flush=True)
         arm = replace(ARMS[name], outer_lr=arguments.outer_lr, outer_momentum=arguments.outer_momentum)
         record = {"arm": name, "commit": origin["commit"], "settings": settings, **run_arm(arm, size, settings, data, device)}
         records = append(arguments.results, record) if arguments.results is not None else [*records, record]
+    finish(records, arguments.figure)
+
+
+def finish(records: Sequence[dict[str, Any]], figure: Path | None) -> None:
+    """Print the table, and draw the figure where it is asked for."""
     print(table(records))
-    if arguments.figure is not None:
-        draw(records, arguments.figure)
+    if figure is not None and records:
+        draw(records, figure)
 
 
 if __name__ == "__main__":

@@ -60,10 +60,11 @@ class Training:
 
     def __init__(self, config: Config, ranks: Any, weights: dict[str, torch.Tensor] | None) -> None:
         """`weights`: by name, of a model with every expert; None: new ones."""
+        from benchmarks.quick_model import build_model
         from moe.load import ExpertLoad
         from train.data.dataset import BatchSource
         from train.data.tokenizer import load_tokenizer
-        from train.engine.build import build_model, build_optimizer
+        from train.engine.build import build_optimizer
         from train.engine.checkpoint import unwrap
 
         self.config, self.ranks = config, ranks

@@ -49,19 +49,23 @@ def global_name(name: str, layer_numbers: dict[int, int]) -> str:
     return ".".join(parts)
 
 
+def standard_deviation(name: str, config: Config) -> float:
+    """Of the normal distribution that the matrix `name` is drawn from."""
+    return config.model.init_std / (math.sqrt(2 * config.model.layers) if name.endswith(_RESIDUAL) else 1.0)
+
+
 @torch.no_grad()
 def initialize(model: Any, config: Config, groups: Any) -> None:
     """Draw all weights of a `LanguageModel` chunk in place. RMSNorm weights stay 1; an unknown 1-d parameter is an error."""
     numbers = {i: layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     tp_rank, tp = groups.tp.rank(), groups.tp.size()
-    residual_std = config.model.init_std / math.sqrt(2 * config.model.layers)
     for local, param in model.named_parameters():
         name = global_name(local, numbers)
         if name.endswith("norm.weight"):
             continue
         if param.dim() < 2:
             raise RuntimeError(f"no initial value is defined for parameter {name} of shape {tuple(param.shape)}")
-        std = residual_std if name.endswith(_RESIDUAL) else config.model.init_std
+        std = standard_deviation(name, config)
         if config.model.tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"  # a copy on the last pipeline stage
         if ".experts." in name and ".shared_experts." not in name:
